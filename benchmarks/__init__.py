@@ -1,0 +1,1 @@
+"""Programs that measure, each `python -m benchmarks.NAME`."""

@@ -1,0 +1,1 @@
+"""The training side: what a training loop holds to join a run."""

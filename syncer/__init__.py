@@ -1,0 +1,1 @@
+"""The coordinator and the daemon around it."""

@@ -1,0 +1,1 @@
+"""Merge mathematics of one round (numerics.md)."""

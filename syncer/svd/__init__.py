@@ -1,0 +1,1 @@
+"""Exact SVD in worker processes."""

@@ -1,0 +1,1 @@
+"""The protocol, for both roles: frames, messages, layouts, codecs, connections."""
