@@ -353,8 +353,7 @@ def _decode_pull(payload: memoryview) -> Message:
 
 
 def _decode_push(payload: memoryview) -> Message:
-    head = _PUSH_HEAD.unpack_from(payload)
-    return PushFragment(*head, tensor=payload[PUSH_HEAD_BYTES:])
+    return PushFragment(*_PUSH_HEAD.unpack_from(payload), payload[PUSH_HEAD_BYTES:])
 
 
 def _decode_broadcast(payload: memoryview) -> Message:
