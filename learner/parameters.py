@@ -1,0 +1,213 @@
+"""The trainables of a model: found once, read as f32 snapshots, written in place (L1-L4, L26).
+
+Every method that touches a parameter runs under no-grad and leaves gradients, optimizer state and
+storages where they are. Fragments are flat f32 vectors: the fragment's tensors, each in logical
+row-major order whatever its strides, one after the other in layout order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learner.errors import LayoutError
+from wire.layout import NamedLayout, TensorSpec
+
+_LEADING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_ANYWHERE = frozenset(_LEADING[1:])
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BLOCK = 1 << 18
+"""Elements blended at a time: three f32 blocks stay in a core's cache, so that the model and the
+broadcast are each read from memory once."""
+
+
+def normalize_name(name: str) -> str:
+    """Remove what wrappers add to a parameter's name (L3); the last component always stays."""
+    *parents, leaf = name.split(".")
+    while parents and parents[0] in _LEADING:
+        del parents[0]
+    return ".".join([part for part in parents if part not in _ANYWHERE] + [leaf])
+
+
+def find_trainables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The synchronised set, normalised name -> parameter, in registration order (L1-L3).
+
+    A parameter that shares storage, shape and strides with an earlier one is left out: writing
+    the first one updates every alias.
+
+    Raises:
+        LayoutError: names the parameter that cannot be synchronised, or the ambiguous name.
+    """
+    found: dict[str, nn.Parameter] = {}
+    seen: set[tuple[object, ...]] = set()
+    for raw, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = normalize_name(raw)
+        _check_supported(raw, parameter)
+        if parameter.numel() == 0:
+            continue
+        identity = _storage_identity(parameter)
+        if identity in seen:
+            continue
+        if name in found:
+            raise LayoutError(
+                f"two trainable parameters have the name {name!r} once wrapper prefixes are "
+                f"removed (the second is {raw!r})"
+            )
+        seen.add(identity)
+        found[name] = parameter
+    return found
+
+
+def _check_supported(name: str, parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "device_mesh"):  # a DTensor, recognised without importing distributed
+        raise LayoutError(f"parameter {name!r} is sharded; sharded trainables cannot be synced")
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise LayoutError(f"parameter {name!r} is lazy; run one batch before joining")
+    if parameter.is_meta:
+        raise LayoutError(f"parameter {name!r} is on the meta device and holds no values")
+    if parameter.layout is not torch.strided:
+        raise LayoutError(f"parameter {name!r} is {parameter.layout}, only strided can be synced")
+    if parameter.dtype not in _FLOATS:
+        raise LayoutError(
+            f"parameter {name!r} is {parameter.dtype}; trainables must be f32, bf16, f16 or f64"
+        )
+
+
+def _storage_identity(parameter: nn.Parameter) -> tuple[object, ...]:
+    storage = parameter.untyped_storage().data_ptr()
+    return (
+        parameter.device,
+        storage,
+        parameter.storage_offset(),
+        tuple(parameter.shape),
+        parameter.stride(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor's place in its fragment: elements start..start + numel of the flat vector."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The tensor's part of a flat fragment, in the parameter's shape."""
+        return flat[self.start : self.start + self.numel].view(self.parameter.shape)
+
+
+def specs_of(trainables: dict[str, nn.Parameter]) -> tuple[TensorSpec, ...]:
+    """Names and full shapes, as the partition wants them."""
+    return tuple(TensorSpec(name, tuple(value.shape)) for name, value in trainables.items())
+
+
+class Parameters:
+    """The trainables of a model in the order of a layout.
+
+    Attributes:
+        layout: whose fragments `fragment` arguments index.
+        numels: elements of each fragment.
+    """
+
+    def __init__(self, trainables: dict[str, nn.Parameter], layout: NamedLayout) -> None:
+        self.layout = layout
+        self._slots: list[tuple[Slot, ...]] = []
+        for fragment in layout.fragments:
+            start = 0
+            slots: list[Slot] = []
+            for spec in fragment.tensors:
+                slots.append(Slot(spec.name, trainables[spec.name], start, spec.numel))
+                start += spec.numel
+            self._slots.append(tuple(slots))
+        self.numels = tuple(fragment.numel for fragment in layout.fragments)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self, fragment: int) -> tuple[Slot, ...]:
+        """The fragment's tensors, in layout order."""
+        return self._slots[fragment]
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All trainables in layout order."""
+        for slots in self._slots:
+            for slot in slots:
+                yield slot.name, slot.parameter
+
+    @torch.no_grad()
+    def snapshot(self, fragment: int, out: Tensor | None = None) -> Tensor:
+        """The fragment's values as a flat f32 CPU vector, in one copy (L4)."""
+        flat = self._room(fragment, out)
+        for slot in self._slots[fragment]:
+            slot.of(flat).copy_(slot.parameter)
+        return flat
+
+    @torch.no_grad()
+    def delta(self, fragment: int, anchor: Tensor, out: Tensor | None = None) -> Tensor:
+        """f32(local) - anchor, one f32 subtraction per element (L22); flat f32 on the CPU."""
+        flat = self._room(fragment, out)
+        for slot in self._slots[fragment]:
+            part, base, local = slot.of(flat), slot.of(anchor), slot.parameter
+            if local.dtype is torch.float32 and local.device == part.device:
+                torch.sub(local, base, out=part)
+            else:
+                part.copy_(local).sub_(base)
+        return flat
+
+    @torch.no_grad()
+    def blend(self, fragment: int, values: Tensor, alpha: float) -> None:
+        """θ ← f32(α)·θ + f32(1-α)·Θ in place, then the cast to θ's dtype (L26, L4).
+
+        Args:
+            fragment: which one.
+            values: Θ, flat f32 CPU vector; only read.
+            alpha: local share, 0 <= alpha < 1; 0 overwrites without reading θ.
+        """
+        if alpha == 0:
+            self.overwrite(fragment, values)
+            return
+        local_share = float(np.float32(alpha))
+        global_share = float(np.float32(1 - alpha))
+        for slot in self._slots[fragment]:
+            for local, incoming in _blocks(slot.parameter.detach(), slot.of(values)):
+                target = incoming.to(local.device) * global_share
+                if local.dtype is torch.float32:
+                    # Two rounded products and one rounded sum: add_(…, alpha=…) would fuse them.
+                    local.mul_(local_share).add_(target)
+                else:
+                    local.copy_(local.float().mul_(local_share).add_(target))
+
+    @torch.no_grad()
+    def overwrite(self, fragment: int, values: Tensor) -> None:
+        """θ ← Θ, cast to each parameter's dtype, in place (L31, L4)."""
+        for slot in self._slots[fragment]:
+            slot.parameter.copy_(slot.of(values))
+
+    def first_bad(self, fragment: int, flat: Tensor, limit: float = np.inf) -> str | None:
+        """Name of the first tensor of `flat` that holds a NaN or a magnitude >= limit (L27)."""
+        for slot in self._slots[fragment]:
+            if not bool((slot.of(flat).abs() < limit).all()):
+                return slot.name
+        return None
+
+    def _room(self, fragment: int, out: Tensor | None) -> Tensor:
+        if out is None:
+            return torch.empty(self.numels[fragment], dtype=torch.float32)
+        return out[: self.numels[fragment]]
+
+
+def _blocks(local: Tensor, incoming: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of equal pieces; a strided or small parameter stays whole."""
+    if not local.is_contiguous() or local.numel() <= BLOCK or local.device.type != "cpu":
+        yield local, incoming
+        return
+    here, there = torch.split(local.view(-1), BLOCK), torch.split(incoming.reshape(-1), BLOCK)
+    yield from zip(here, there, strict=True)
