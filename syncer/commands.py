@@ -40,9 +40,9 @@ class RefuseHello:
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """PULL on stream 0 of one group (C12)."""
+    """PULL on stream 0 of each captured group (C12)."""
 
-    member: Member
+    members: tuple[Member, ...]
     fragment: int
     step: int
     attempt: int
@@ -50,8 +50,12 @@ class SendPull:
 
 @dataclass(frozen=True, slots=True)
 class DropPulls:
-    """The attempt is closed: take back its PULLs that no socket has begun to send (W45)."""
+    """The attempt is closed: take back its PULLs that no socket has begun to send (W45).
 
+    `members` are the captured ones that have not answered; some may be gone already.
+    """
+
+    members: tuple[Member, ...]
     step: int
     attempt: int
 
@@ -91,7 +95,11 @@ class SendShutdown:
 
 @dataclass(frozen=True, slots=True)
 class CloseGroup:
-    """Close a whole group, with an ERROR when one is given (W38)."""
+    """Close a whole group, with an ERROR when one is given (W38).
+
+    The core has forgotten the group with this command and ignores what still comes from it;
+    `GroupClosed` must follow all the same, it frees the generation for W12 step 14.
+    """
 
     member: Member
     error: ProtocolError | None
@@ -126,18 +134,29 @@ class SaveKind(Enum):
 class SaveCheckpoint:
     """Write one immutable cut; answered by `SaveDone` or `SaveFailed`.
 
-    PERIODIC may patch the spare; all others are full writes. TERMINAL and RECOVERY (cutoff, second
-    signal) also remove the spare afterwards (K14).
+    The first `attempt` of a PERIODIC one may patch the spare; all others are full writes (C35).
+    TERMINAL and RECOVERY (cutoff, second signal) also remove the spare afterwards (K14).
     """
 
     ticket: int
     kind: SaveKind
     snapshot: Snapshot
+    attempt: int = 1
+
+    @property
+    def patch(self) -> bool:
+        """Whether K12 may be used."""
+        return self.kind is SaveKind.PERIODIC and self.attempt == 1
+
+    @property
+    def last(self) -> bool:
+        """Whether the run ends with this file, so that the spare goes (K14)."""
+        return self.kind in (SaveKind.TERMINAL, SaveKind.RECOVERY)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFinalState:
-    """Write `--final-state` from the cut when it is configured; answered by `TaskDone`."""
+    """Write `--final-state` from the cut; sent only when it is configured; answered by `TaskDone`."""
 
     ticket: int
     snapshot: Snapshot
@@ -167,7 +186,10 @@ class DrainPool:
 
 @dataclass(frozen=True, slots=True)
 class WriteTape:
-    """Append one record; a failure comes back as `Failure` (C35)."""
+    """Append one record, adding `ts`; a failure comes back as `Failure` (C35).
+
+    Sent with or without `--event-tape`: commit records (those with `step`) also feed progress lines.
+    """
 
     record: Mapping[str, Any]
 
