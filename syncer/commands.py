@@ -156,7 +156,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class WriteFinalState:
-    """Write `--final-state` from the cut; sent only when it is configured; answered by `TaskDone`."""
+    """Write `--final-state` (only sent when configured); answered by `TaskDone`."""
 
     ticket: int
     snapshot: Snapshot
@@ -188,7 +188,7 @@ class DrainPool:
 class WriteTape:
     """Append one record, adding `ts`; a failure comes back as `Failure` (C35).
 
-    Sent with or without `--event-tape`: commit records (those with `step`) also feed progress lines.
+    Sent without `--event-tape` too: commit records (those with `step`) also feed progress lines.
     """
 
     record: Mapping[str, Any]
