@@ -24,9 +24,10 @@ if TYPE_CHECKING:  # generic in newer versions of click only
     _AnyType = click.ParamType[Any]
     _IntType = click.ParamType[int]
     _FloatType = click.ParamType[float]
+    _TextType = click.ParamType[str]
     _TupleType = click.ParamType[tuple[Any, ...]]
 else:
-    _AnyType = _IntType = _FloatType = _TupleType = click.ParamType
+    _AnyType = _IntType = _FloatType = _TextType = _TupleType = click.ParamType
 
 MAX_DURATION_S = 31_536_000
 MAX_DURATION_MS = MAX_DURATION_S * 1000
@@ -165,6 +166,21 @@ class Commas(_TupleType):
         if self.distinct and len(set(items)) != len(items):
             self.fail(f"{value!r}: {flag_name(param)} must not name anything twice", param, ctx)
         return items
+
+
+class CheckedText(_TextType):
+    """A text that `check` accepts; `legal` says in words which texts those are."""
+
+    name = "text"
+
+    def __init__(self, check: Callable[[str], bool], legal: str) -> None:
+        self._check = check
+        self._legal = legal
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not self._check(value):
+            self.fail(f"{value[:80]!r}: {flag_name(param)} must be {self._legal}", param, ctx)
+        return str(value)
 
 
 def seconds(*, zero: bool = False) -> Real:

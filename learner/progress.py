@@ -1,0 +1,164 @@
+"""What a person or a program sees of a running learner.
+
+Plain terminals and files get a line every few seconds, real terminals a live line at the bottom,
+`--log-format json` the same facts as objects (events `progress`, `evaluation`, `final`, `link`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from learner import events
+from learner.tasks.base import TrainStep
+from wire.cli_support import log_event
+
+LINE_EVERY_S = 3.0
+
+_log = logging.getLogger("learner.progress")
+
+
+class Progress:
+    """Collects what the training loop reports; used as a context manager around it."""
+
+    def __init__(self, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._live = Live(console=Console(file=sys.stderr), transient=True) if live else None
+        self._line_at = clock()
+        self._tokens = 0
+        self._losses: list[float] = []
+        self._held_out = math.nan
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def stepped(self, step: TrainStep, info: events.StepInfo, counters: events.Counters) -> None:
+        """After every optimizer step and its boundary."""
+        self._tokens += step.tokens
+        self._losses.append(step.loss)
+        now = self._clock()
+        elapsed = now - self._line_at
+        if elapsed < LINE_EVERY_S:
+            return
+        rate = self._tokens / elapsed
+        loss = sum(self._losses) / len(self._losses)
+        self._line_at, self._tokens = now, 0
+        self._losses.clear()
+        line = (
+            f"step {info.local_step}: loss {loss:.3f}, held-out {self._held_out:.3f}, "
+            f"{rate:,.0f} tokens/s, {counters.merges_applied} broadcasts applied, "
+            f"{counters.pushes} pushes ({counters.push_bytes / 1e6:,.1f} MB)"
+            f"{'' if info.connected else ', no syncer'}"
+        )
+        if self._live is not None:
+            self._live.update(Text(line, style="cyan"))
+            return
+        log_event(
+            _log,
+            logging.INFO,
+            "progress",
+            line,
+            local_step=info.local_step,
+            loss=round(loss, 5),
+            tokens_per_s=round(rate, 1),
+            connected=info.connected,
+            pending_pulls=info.pending_pulls,
+            merges_applied=counters.merges_applied,
+            pushes=counters.pushes,
+            push_bytes=counters.push_bytes,
+            redials=counters.redials,
+            step_seconds=round(counters.step_seconds, 3),
+        )
+
+    def evaluated(self, local_step: int, loss: float) -> None:
+        """After every held-out evaluation of the model as it is now (nats per byte)."""
+        self._held_out = loss
+        log_event(
+            _log,
+            logging.INFO,
+            "evaluation",
+            f"step {local_step}: held-out loss {loss:.4f} nats per byte",
+            local_step=local_step,
+            held_out_loss=round(loss, 6),
+        )
+
+    def finished(self, result: events.Result | None, local_step: int, loss: float) -> None:
+        """At the end of a run that ended well; `result` is None for a baseline."""
+        what = "baseline" if result is None else f"final model of global step {result.step}"
+        log_event(
+            _log,
+            logging.INFO,
+            "final",
+            f"{what}: held-out loss {loss:.4f} nats per byte after {local_step} own steps",
+            local_step=local_step,
+            held_out_loss=round(loss, 6),
+            step=None if result is None else result.step,
+            acknowledged=None if result is None else result.acknowledged,
+        )
+
+    def on_event(self, event: events.Event) -> None:
+        """The `on_event` of a `Learner`."""
+        match event:
+            case events.LinkUp(outage_s=None):
+                _say("link", "connected to the syncer", connected=True)
+            case events.LinkUp(outage_s=outage):
+                _say("link", f"the syncer is back after {outage:.1f} s", connected=True)
+            case events.LinkDown(reason=reason):
+                log_event(
+                    _log,
+                    logging.WARNING,
+                    "link",
+                    f"lost the syncer ({reason}); training goes on while it is redialled",
+                    connected=False,
+                )
+            case events.Finalizing(step=step):
+                _say("finalizing", f"the run ends with the cut of global step {step}", step=step)
+            case events.StateSaved(local_step=step, path=path):
+                log_event(
+                    _log, logging.DEBUG, "state", f"saved the state of step {step}", path=path
+                )
+            case events.BroadcastApplied(fragment=fragment, version=version):
+                log_event(
+                    _log,
+                    logging.DEBUG,
+                    "broadcast",
+                    f"blended version {version} of fragment {fragment}",
+                    fragment=fragment,
+                    version=version,
+                    local_step=event.local_step,
+                )
+            case events.PushSent(fragment=fragment, step=t, size=size):
+                log_event(
+                    _log,
+                    logging.DEBUG,
+                    "push",
+                    f"answered round {t} of fragment {fragment}",
+                    fragment=fragment,
+                    t=t,
+                    attempt=event.attempt,
+                    bytes=size,
+                    delta_norm=event.delta_norm,
+                )
+
+
+def _say(event: str, message: str, **fields: object) -> None:
+    log_event(_log, logging.INFO, event, message, **fields)
