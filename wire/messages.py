@@ -295,8 +295,7 @@ def decode_hello(payload: memoryview, learners: int) -> Hello:
     if len(tail) not in (2 * HASH_BYTES + 2, 3 * HASH_BYTES + 2):
         raise ProtocolError(
             ErrorCode.HELLO_TAIL,
-            f"{len(tail)} bytes after the layout, expected 66 (or 98 with a profile); "
-            "a sealed HELLO needs a syncer that has the key",
+            f"{len(tail)} bytes after the layout, expected 66 (or 98 with a profile)",
         )
     (num_streams,) = struct.unpack_from("<H", tail, len(tail) - 2)
     if num_streams > 256:
