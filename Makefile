@@ -1,0 +1,52 @@
+# Every target creates .venv when it is not there. `make help` lists them.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+BENCHMARKS := wire merge round stall budget quality
+
+.PHONY: help demo test test-all lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+demo: $(VENV)/.plots ## three learners train one model through a syncer, under three minutes
+	$(BIN)/python -m benchmarks.demo
+
+test: $(VENV)/.dev ## the tests, without the long runs
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.dev ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.plots ## the benchmarks, each with small sizes
+	@set -e; for name in $(BENCHMARKS); do \
+	  if $(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('benchmarks.$$name') is None)"; \
+	  then $(BIN)/python -m benchmarks.$$name --quick; fi; done
+
+clean: ## remove what the targets above wrote, except .venv
+	rm -rf demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no python3 found; yeto needs Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "yeto needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.plots: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing (PyTorch is large: this takes a while the first time)"
+	$(PIP_INSTALL) -e '.[plots]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing (PyTorch is large: this takes a while the first time)"
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.plots
