@@ -1,7 +1,7 @@
 """Tensor codecs: f32, bf16 and q4 bytes <-> f32 tensors (wire.md section 12).
 
-Tensors are one-dimensional, contiguous, f32, on the CPU. Work is done in blocks that stay in cache;
-large blocks release the GIL.
+Tensors are one-dimensional, contiguous, f32, on the CPU. Everything is numpy on blocks that stay in
+cache: it releases the GIL, needs no temporary of full size, and starts no threads of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ BLOCK = 64 * 1024
 """Values handled at a time: 256 KiB of f32."""
 
 _F32_INFINITY = 0x7F800000
+_BF16_INFINITY = 0x7F80
 _BF16_OVERFLOW = 0x7F7F8000
 """Bits of the smallest f32 magnitude that rounds to infinity in bf16, 3.3961775e38 (W52)."""
 
@@ -42,11 +43,12 @@ def encode(values: Tensor, dtype: DType) -> memoryview:
     """
     if not representable(values, dtype):
         raise NonFiniteValues(f"a value is not finite in {dtype.label}")
+    array = values.detach().numpy()
     if dtype is DType.F32:
-        return values.numpy().view(np.uint8).data
+        return array.view(np.uint8).data
     if dtype is DType.BF16:
-        return values.to(torch.bfloat16).view(torch.uint8).numpy().data
-    return q4.encode(values.numpy()).data
+        return _encode_bf16(array).view(np.uint8).data
+    return q4.encode(array).data
 
 
 def decode(data: Buffer, dtype: DType, numel: int, *, copy: bool = True) -> Tensor:
@@ -54,25 +56,48 @@ def decode(data: Buffer, dtype: DType, numel: int, *, copy: bool = True) -> Tens
 
     Args:
         data: exactly `dtype.size(numel)` bytes.
-        copy: False lets an f32 result share the memory of `data`.
+        copy: False lets an f32 result share the memory of `data`, when that is writable.
 
     Raises:
         ProtocolError: `bad-length`, or `non-finite` (W51, W55).
     """
-    _check_length(data, dtype, numel)
+    if len(data) != dtype.size(numel):
+        raise ProtocolError(
+            ErrorCode.BAD_LENGTH,
+            f"{len(data)} bytes for {numel} {dtype.label} values, expected {dtype.size(numel)}",
+        )
     check_finite(data, dtype)
     if dtype is DType.F32 and not copy:
-        return torch.from_numpy(np.frombuffer(data, np.float32))
-    out = torch.empty(numel, dtype=torch.float32)
-    if dtype is DType.F32:
-        np.copyto(out.numpy(), np.frombuffer(data, np.float32))
-    elif dtype is DType.BF16:
-        np.left_shift(
-            np.frombuffer(data, np.uint16), 16, out=out.numpy().view(np.uint32), dtype=np.uint32
-        )
-    else:
-        q4.decode(np.frombuffer(data, np.uint8), out.numpy())
+        array = np.frombuffer(data, np.float32)
+        if array.flags.writeable:
+            return torch.from_numpy(array)
+    out = empty(numel)
+    decode_into(data, dtype, 0, out.numpy())
     return out
+
+
+def empty(numel: int) -> Tensor:
+    """Uninitialized f32 tensor of shape (numel,).
+
+    numpy asks for huge pages where torch does not: first touch of a large tensor costs a quarter.
+    """
+    return torch.from_numpy(np.empty(numel, np.float32))
+
+
+def decode_into(data: Buffer, dtype: DType, first: int, out: NDArray[np.float32]) -> None:
+    """Decode the values first, first + 1, … of a checked payload into `out`.
+
+    Args:
+        data: payload of a whole fragment, at any address.
+        out: f32, contiguous; its length says how many values.
+    """
+    if dtype is DType.Q4:
+        q4.decode_into(np.frombuffer(data, np.uint8), first, out)
+    elif dtype is DType.BF16:
+        halves = np.frombuffer(data, np.uint16, len(out), 2 * first)
+        np.left_shift(halves, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(out, np.frombuffer(data, np.float32, len(out), 4 * first))
 
 
 def check_finite(data: Buffer, dtype: DType) -> None:
@@ -84,17 +109,22 @@ def check_finite(data: Buffer, dtype: DType) -> None:
     if dtype is DType.Q4:
         finite = q4.scales_are_legal(np.frombuffer(data, np.uint8))
     elif dtype is DType.BF16:
-        finite = _magnitudes_below(np.frombuffer(data, np.uint16), 0x7F80)
+        finite = _magnitudes_below(np.frombuffer(data, np.uint16), _BF16_INFINITY)
     else:
         finite = _magnitudes_below(np.frombuffer(data, np.uint32), _F32_INFINITY)
     if not finite:
-        raise ProtocolError(ErrorCode.NON_FINITE, f"a {dtype.label} tensor has a non-finite value")
+        raise ProtocolError(
+            ErrorCode.NON_FINITE,
+            "a q4 scale is negative or not finite"
+            if dtype is DType.Q4
+            else f"a {dtype.label} value is not finite",
+        )
 
 
 def representable(values: Tensor, dtype: DType) -> bool:
     """Whether every f32 value is finite in `dtype` (N23, W52, W54)."""
     limit = _BF16_OVERFLOW if dtype is DType.BF16 else _F32_INFINITY
-    return _magnitudes_below(values.numpy().view(np.uint32), limit)
+    return _magnitudes_below(values.detach().numpy().view(np.uint32), limit)
 
 
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
@@ -104,9 +134,16 @@ def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     return all(bool((block & mask).max() < limit) for block in blocks)
 
 
-def _check_length(data: Buffer, dtype: DType, numel: int) -> None:
-    if len(data) != dtype.size(numel):
-        raise ProtocolError(
-            ErrorCode.BAD_LENGTH,
-            f"{len(data)} bytes for {numel} {dtype.label} values, expected {dtype.size(numel)}",
-        )
+def _encode_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The high halves, rounded to nearest, ties to even (W52)."""
+    bits = values.view(np.uint32)
+    out = np.empty(len(bits), np.uint16)
+    for at in range(0, len(bits), BLOCK):
+        block = bits[at : at + BLOCK]
+        rounded = block >> 16
+        rounded &= 1
+        rounded += block
+        rounded += np.uint32(0x7FFF)
+        rounded >>= 16
+        np.copyto(out[at : at + BLOCK], rounded, casting="unsafe")
+    return out
