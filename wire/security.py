@@ -181,24 +181,27 @@ def read_private(path: Path, what: str, limit: int) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a usable path"
         raise SecurityRefused(f"{what} {shown(path)} cannot be read: {reason}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise SecurityRefused(f"{what} {shown(path)} is not a regular file")
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & 0o077:
-            raise SecurityRefused(
-                f"{what} {shown(path)} is open to group or others (mode {mode:04o}); "
-                "make it private with chmod 600"
-            )
-        try:
-            raw = file.read(limit + 1)
-        except OSError as error:
-            message = f"{what} {shown(path)} cannot be read: {error.strerror}"
-            raise SecurityRefused(message) from None
+    try:
+        _check_private(os.fstat(descriptor), f"{what} {shown(path)}")
+        raw = os.read(descriptor, limit + 1)
+    except OSError as error:
+        message = f"{what} {shown(path)} cannot be read: {error.strerror}"
+        raise SecurityRefused(message) from None
+    finally:
+        os.close(descriptor)
     if len(raw) > limit:
         raise SecurityRefused(f"{what} {shown(path)} is longer than {limit} bytes")
     return raw
+
+
+def _check_private(status: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SecurityRefused(f"{name} is not a regular file")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise SecurityRefused(
+            f"{name} is open to group or others (mode {mode:04o}); make it private with chmod 600"
+        )
 
 
 def shown(path: Path) -> str:
