@@ -139,6 +139,10 @@ def _bad_layout(sentence: str) -> ProtocolError:
     return ProtocolError(ErrorCode.LAYOUT, sentence)
 
 
+class StatedFingerprintError(ValueError):
+    """A layout document whose stated fingerprint is not that of its tensors (K26)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name and full shape of one trainable tensor; a 0-d tensor has shape ()."""
@@ -213,7 +217,8 @@ class NamedLayout:
         """Read `layout.json` and check its stated fingerprint (K26).
 
         Raises:
-            ValueError: what is wrong with the document.
+            StatedFingerprintError: its fingerprint is not that of its tensors.
+            ValueError: what else is wrong with the document.
         """
         document = json.loads(text)
         if not isinstance(document, dict) or document.get("format") != LAYOUT_JSON_FORMAT:
@@ -226,7 +231,7 @@ class NamedLayout:
         if not layout.fragments:
             raise ValueError("the layout document lists no fragments")
         if stated != layout.fingerprint.hex():
-            raise ValueError(
+            raise StatedFingerprintError(
                 f"the layout document states fingerprint {str(stated)[:16]} but its tensors give "
                 f"{layout.fingerprint.hex()[:16]}"
             )
