@@ -1,0 +1,316 @@
+"""Three learners train one small language model through a syncer, as real processes.
+
+`python -m benchmarks.demo` (or `make demo`) leaves in `demo-run/`: the checkpoint with its
+marker, the event tape, `model.safetensors`, `demo.png`, `sample.txt` and the log of each program.
+It exits with 1 when a program failed, when the held-out loss fell by less than a quarter, or when
+the final parameters of a learner differ from the syncer's cut by one bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from benchmarks.demo.picture import draw
+from benchmarks.demo.programs import Programs
+from benchmarks.demo.record import LearnerRecord, RunRecord
+from benchmarks.demo.screen import Screen
+from learner.tasks.bytes_lm import ByteGPT, sample
+
+OWN_MARK = ".made-by-yeto-demo"
+TICK_S = 0.2
+SYNCER_START_S = 60.0
+MUST_FALL_BY = 0.25
+PROMPT = b"def "
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the demo is; the defaults take about 100 s on two cores."""
+
+    learners: int = 3
+    rounds: int = 96
+    sync_interval_steps: int = 16
+    fragments: int = 6
+    layers: int = 3
+    width: int = 96
+    heads: int = 4
+    seq_len: int = 128
+    batch_size: int = 8
+    lr: float = 2e-3
+    eval_every_steps: int = 25
+
+    @property
+    def task_flags(self) -> list[str]:
+        """Flags of `yeto-learner` that decide the model and its training."""
+        return [
+            f"--layers={self.layers}",
+            f"--width={self.width}",
+            f"--heads={self.heads}",
+            f"--seq-len={self.seq_len}",
+            f"--batch-size={self.batch_size}",
+            f"--lr={self.lr}",
+            f"--eval-every-steps={self.eval_every_steps}",
+        ]
+
+
+class DemoFailed(Exception):
+    """The run did not do what the demo promises."""
+
+
+def main() -> int:
+    """Runs the demo; the exit code says whether it kept its promises."""
+    parser = argparse.ArgumentParser(prog="benchmarks.demo", description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path("demo-run"), metavar="DIR")
+    parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="outer steps")
+    parser.add_argument("--no-baseline", action="store_true", help="skip the learner alone")
+    arguments = parser.parse_args()
+    sizes = Sizes(rounds=arguments.rounds)
+    console = Console(highlight=False)
+    try:
+        make_folder(arguments.output)
+        tell(console, arguments.output, sizes, baseline=not arguments.no_baseline)
+    except DemoFailed as error:
+        console.print(f"[bold red]demo failed:[/] {error}", soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    return 0
+
+
+def make_folder(folder: Path) -> None:
+    """An empty folder; an older demo run in it is removed, anything else is not touched."""
+    if (folder / OWN_MARK).exists():
+        shutil.rmtree(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise DemoFailed(f"{folder} holds files that are not a demo run; choose another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / OWN_MARK).touch()
+
+
+def tell(console: Console, folder: Path, sizes: Sizes, *, baseline: bool) -> None:
+    """The whole story, in order."""
+    started = time.time()
+    console.print(
+        f"One syncer and {sizes.learners} learners, each a process of its own, train one "
+        f"byte-level GPT on the standard library's source text.\n"
+        f"{sizes.rounds} rounds; files go to {folder}/."
+    )
+    run = train_together(folder, sizes, started)
+    check_bits(folder, list(run.learners))
+    alone = train_alone(folder, sizes, run, started) if baseline else None
+    write_sample(folder, sizes)
+    draw(run, alone, folder / "demo.png")
+    summarise(console, folder, run, alone, time.time() - started)
+    check_losses(run)
+
+
+def train_together(folder: Path, sizes: Sizes, started: float) -> RunRecord:
+    """Syncer and learners from start to final cut; what they said on the way."""
+    run = RunRecord({f"learner-{i}": LearnerRecord() for i in range(sizes.learners)})
+    tape = Tape(folder / "tape.jsonl")
+    with Programs(folder) as programs, Screen(run, sizes.rounds, started) as screen:
+        port = start_syncer(programs, folder, sizes)
+        for number, name in enumerate(run.learners):
+            programs.start(
+                name,
+                "yeto-learner",
+                f"--connect=127.0.0.1:{port}",
+                f"--learner-id={number}",
+                f"--fragments={sizes.fragments}",
+                "--wire-dtype=f32",
+                f"--output-dir={folder / name}",
+                *sizes.task_flags,
+            )
+        waiting = ["syncer", *run.learners]
+        while waiting:
+            line = programs.next_line(TICK_S)
+            if line is not None:
+                run.add_line(line)
+                screen.line(line)
+            for commit in tape.new_commits():
+                run.rounds.append(commit)
+                screen.commit(commit)
+            screen.refresh(time.time())
+            if line is None:
+                waiting = [name for name in waiting if not ended_well(programs, name)]
+    return run
+
+
+def ended_well(programs: Programs, name: str) -> bool:
+    """False while it runs.
+
+    Raises:
+        DemoFailed: it ended with another code than 0.
+    """
+    code = programs.exit_code(name)
+    if code not in (None, 0):
+        raise DemoFailed(f"{name} ended with exit code {code}; see its log")
+    return code == 0
+
+
+def start_syncer(programs: Programs, folder: Path, sizes: Sizes) -> int:
+    """Starts the syncer; its port, once it listens."""
+    ready = folder / "ready.json"
+    programs.start(
+        "syncer",
+        "yeto-syncer",
+        f"--quorum={sizes.learners}",
+        "--port=0",
+        f"--ready-file={ready}",
+        f"--total-steps={sizes.rounds}",
+        f"--sync-interval-steps={sizes.sync_interval_steps}",
+        "--checkpoint-every=1",
+        "--mark-final-checkpoint",
+        f"--checkpoint-path={folder / 'yeto-state.ckpt'}",
+        f"--event-tape={folder / 'tape.jsonl'}",
+    )
+    deadline = time.monotonic() + SYNCER_START_S
+    while not ready.exists():
+        line = programs.next_line(TICK_S)
+        ended_well(programs, "syncer")
+        if line is None and time.monotonic() > deadline:
+            raise DemoFailed(f"the syncer was not ready within {SYNCER_START_S:.0f} s")
+    return int(json.loads(ready.read_text())["port"])
+
+
+class Tape:
+    """Follows the event tape while the syncer appends to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_commits(self) -> list[dict[str, object]]:
+        """Commit records (those with a `step`, C42) that were not returned before."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        records = [json.loads(line) for line in whole.splitlines()]
+        return [record for record in records if "step" in record]
+
+
+def check_bits(folder: Path, names: list[str]) -> None:
+    """Exports the checkpoint to `model.safetensors` and compares every learner with it."""
+    export = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("yeto-checkpoint")),
+            "export",
+            str(folder / "yeto-state.ckpt"),
+            str(folder / "model.safetensors"),
+            f"--layout={folder / names[0] / 'layout.json'}",
+            "--require-final",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if export.returncode != 0:
+        raise DemoFailed(f"the checkpoint could not be exported: {export.stderr.strip()}")
+    merged = load_file(folder / "model.safetensors")
+    for name in names:
+        own = load_file(folder / name / "model.safetensors")
+        if own.keys() != merged.keys():
+            raise DemoFailed(f"{name} saved other tensors than the syncer's cut has")
+        for key, tensor in merged.items():
+            if not torch.equal(tensor.view(torch.int32), own[key].view(torch.int32)):
+                raise DemoFailed(f"{key} of {name} differs from the syncer's cut")
+
+
+def train_alone(folder: Path, sizes: Sizes, run: RunRecord, started: float) -> LearnerRecord:
+    """The same learner without a syncer, for as many steps as learner 0 did."""
+    steps = run.learners["learner-0"].local_step
+    alone = LearnerRecord()
+    record = RunRecord({"alone": alone})
+    with Programs(folder) as programs, Screen(record, sizes.rounds, started) as screen:
+        programs.start(
+            "alone",
+            "yeto-learner",
+            "--connect=none",
+            "--learner-id=0",
+            f"--max-local-steps={steps}",
+            f"--threads={min(4, os.cpu_count() or 1)}",
+            *sizes.task_flags,
+        )
+        while True:
+            line = programs.next_line(TICK_S)
+            if line is not None:
+                record.add_line(line)
+                screen.line(line)
+            elif ended_well(programs, "alone"):
+                return alone
+
+
+def write_sample(folder: Path, sizes: Sizes) -> None:
+    """Lets the merged model write a little source text."""
+    model = ByteGPT(
+        layers=sizes.layers, width=sizes.width, heads=sizes.heads, seq_len=sizes.seq_len
+    )
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({**tensors, "lm_head.weight": tensors["embed.weight"]})
+    text = sample(model, PROMPT, 400, seed=0, temperature=0.7)
+    (folder / "sample.txt").write_bytes(PROMPT + text + b"\n")
+
+
+def summarise(
+    console: Console, folder: Path, run: RunRecord, alone: LearnerRecord | None, took: float
+) -> None:
+    """The short table at the end."""
+    table = Table(title="held-out loss, nats per byte", title_justify="left")
+    for name in ("", "own steps", "at the start", "at the end", "rounds answered", "pushed"):
+        table.add_column(name, justify="left" if not name else "right")
+    for number, (name, learner) in enumerate(run.learners.items()):
+        table.add_row(
+            name.replace("-", " "),
+            str(learner.local_step),
+            f"{learner.first_loss:.3f}",
+            f"{learner.held_out[-2][2]:.3f}",
+            f"{run.answers(number)} of {len(run.rounds)}",
+            f"{learner.push_bytes / 1e6:.1f} MB",
+        )
+    learner = next(iter(run.learners.values()))
+    table.add_row(
+        "merged model", "", f"{learner.first_loss:.3f}", f"{learner.last_loss:.3f}", style="bold"
+    )
+    if alone is not None:
+        table.add_row(
+            "one learner alone",
+            str(alone.local_step),
+            f"{alone.first_loss:.3f}",
+            f"{alone.last_loss:.3f}",
+        )
+    console.print(table)
+    console.print(
+        f"All final models equal the syncer's checkpoint bit for bit. {took:.0f} s.\n"
+        f"In {folder}/: model.safetensors, demo.png, sample.txt, tape.jsonl, yeto-state.ckpt",
+        soft_wrap=True,
+    )
+
+
+def check_losses(run: RunRecord) -> None:
+    """The held-out loss of the merged model must have fallen by a quarter."""
+    learner = next(iter(run.learners.values()))
+    fell = 1 - learner.last_loss / learner.first_loss
+    if not fell >= MUST_FALL_BY:
+        raise DemoFailed(f"the held-out loss fell by {fell:.0%}, expected {MUST_FALL_BY:.0%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What the demo remembers of a run, from log lines and the event tape; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.demo.programs import Line
+
+
+@dataclass
+class LearnerRecord:
+    """One learner: held-out losses as (Unix seconds, own step, nats per byte), and totals."""
+
+    held_out: list[tuple[float, int, float]] = field(default_factory=list)
+    local_step: int = 0
+    tokens_per_s: float = 0.0
+    push_bytes: int = 0
+    training_loss: float | None = None
+    connected: bool = False
+    final_step: int | None = None
+
+    @property
+    def first_loss(self) -> float:
+        """Held-out loss before the first step."""
+        return self.held_out[0][2]
+
+    @property
+    def last_loss(self) -> float:
+        """The newest held-out loss; at the end, that of the final model."""
+        return self.held_out[-1][2]
+
+
+@dataclass
+class RunRecord:
+    """All learners by name, and the commit records of the tape (C41)."""
+
+    learners: dict[str, LearnerRecord] = field(default_factory=dict)
+    rounds: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add_line(self, line: Line) -> None:
+        """Takes what a line of a learner says; lines of other programs say nothing here."""
+        learner = self.learners.get(line.program)
+        if learner is None:
+            return
+        fields = line.fields
+        learner.local_step = max(learner.local_step, fields.get("local_step") or 0)
+        if line.event in ("evaluation", "final"):
+            step, loss = fields["local_step"], fields["held_out_loss"]
+            learner.held_out.append((line.ts, step, loss))
+        if line.event == "final":
+            learner.final_step = fields["step"]
+        if line.event == "progress":
+            learner.tokens_per_s = fields["tokens_per_s"]
+            learner.push_bytes = fields["push_bytes"]
+            learner.training_loss = fields["loss"]
+        if line.event in ("progress", "link"):
+            learner.connected = fields["connected"]
+
+    def staleness(self, learner_id: int) -> int | None:
+        """Of the newest answer of this learner, in versions."""
+        for commit in reversed(self.rounds):
+            for responder in commit["responders"]:
+                if responder["id"] == learner_id:
+                    return int(responder["staleness"])
+        return None
+
+    def answers(self, learner_id: int) -> int:
+        """How many rounds this learner answered in time."""
+        return sum(learner_id in commit["responded"] for commit in self.rounds)
