@@ -92,7 +92,9 @@ class FirstFrame:
         if self._filled == len(self._body):
             # Memory grows with what has come: a header alone takes nothing (W6).
             grown = max(_FIRST_GROWTH, 2 * self._filled)
-            self._body.extend(bytes(min(grown, self._length) - self._filled))
+            body = bytearray(min(grown, self._length))
+            body[: self._filled] = self._body
+            self._body = body
         return memoryview(self._body)[self._filled :]
 
     def buffer_updated(self, count: int) -> bool:
