@@ -217,6 +217,8 @@ class TapeWriter:
 
     def abandon(self) -> None:
         """The start was refused: close, and remove the file if this process made it empty."""
+        if self._closed:
+            return
         empty = os.fstat(self._fd).st_size == 0
         self.close()
         if self._created and empty:
