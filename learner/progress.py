@@ -1,7 +1,7 @@
 """What a person or a program sees of a running learner.
 
 Plain terminals and files get a line every few seconds, real terminals a live line at the bottom,
-`--log-format json` the same facts as objects (events `progress`, `evaluation`, `final`, `link`).
+`--log-format json` the same facts as objects (events `progress`, `evaluation`, `final`).
 """
 
 from __future__ import annotations
@@ -116,22 +116,8 @@ class Progress:
         )
 
     def on_event(self, event: events.Event) -> None:
-        """The `on_event` of a `Learner`."""
+        """The `on_event` of a `Learner`; what concerns the connection it logs itself."""
         match event:
-            case events.LinkUp(outage_s=None):
-                _say("link", "connected to the syncer", connected=True)
-            case events.LinkUp(outage_s=outage):
-                _say("link", f"the syncer is back after {outage:.1f} s", connected=True)
-            case events.LinkDown(reason=reason):
-                log_event(
-                    _log,
-                    logging.WARNING,
-                    "link",
-                    f"lost the syncer ({reason}); training goes on while it is redialled",
-                    connected=False,
-                )
-            case events.Finalizing(step=step):
-                _say("finalizing", f"the run ends with the cut of global step {step}", step=step)
             case events.StateSaved(local_step=step, path=path):
                 log_event(
                     _log, logging.DEBUG, "state", f"saved the state of step {step}", path=path
@@ -158,7 +144,3 @@ class Progress:
                     bytes=size,
                     delta_norm=event.delta_norm,
                 )
-
-
-def _say(event: str, message: str, **fields: object) -> None:
-    log_event(_log, logging.INFO, event, message, **fields)

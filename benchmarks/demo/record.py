@@ -18,7 +18,6 @@ class LearnerRecord:
     tokens_per_s: float = 0.0
     push_bytes: int = 0
     training_loss: float | None = None
-    connected: bool = False
     final_step: int | None = None
 
     @property
@@ -55,8 +54,6 @@ class RunRecord:
             learner.tokens_per_s = fields["tokens_per_s"]
             learner.push_bytes = fields["push_bytes"]
             learner.training_loss = fields["loss"]
-        if line.event in ("progress", "link"):
-            learner.connected = fields["connected"]
 
     def staleness(self, learner_id: int) -> int | None:
         """Of the newest answer of this learner, in versions."""
