@@ -24,7 +24,7 @@ from checkpoint.files import identity, open_shared
 from checkpoint.format import BACKEND_NAMES, Header, ledger_mapping
 from checkpoint.names import Names
 from checkpoint.snapshot import FragmentState, LedgerEntry, Snapshot
-from checkpoint.sums import SumsEntry, damaged_sections, entry_of, read_sums
+from checkpoint.sums import SumsEntry, damaged_sections, entry_of, read_sums, recorded_step
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Hello
 
@@ -216,7 +216,7 @@ def _resumable_structure(source: Source, header: Header, names: Names) -> Struct
     try:
         structure = read_structure(source, header)
     except CheckpointRefused as error:
-        recorded = _recorded(names, header.global_step)
+        recorded = recorded_step(names.sums, header.global_step)
         if recorded is None or recorded.bytes == source.size:
             raise
         raise CheckpointRefused(
@@ -257,7 +257,7 @@ def check_integrity(names: Names, actual: SumsEntry) -> bool:
     Raises:
         CheckpointRefused: `integrity`, naming every bad section and the way out.
     """
-    recorded = _recorded(names, actual.global_step)
+    recorded = recorded_step(names.sums, actual.global_step)
     if recorded is None:
         return False
     bad = list(damaged_sections(recorded, actual))
@@ -268,11 +268,6 @@ def check_integrity(names: Names, actual: SumsEntry) -> bool:
             f"the file, or delete {names.sums} if the checkpoint was replaced on purpose",
         )
     return True
-
-
-def _recorded(names: Names, step: int) -> SumsEntry | None:
-    entries = read_sums(names.sums)
-    return next((entry for entry in entries if entry.global_step == step), None)
 
 
 def check_finite(loaded: Sequence[LoadedFragment]) -> None:

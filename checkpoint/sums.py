@@ -79,6 +79,11 @@ def read_sums(path: Path) -> tuple[SumsEntry, ...]:
     return parse_sums(data) or ()
 
 
+def recorded_step(path: Path, step: int) -> SumsEntry | None:
+    """What the side file at `path` says about a file of `step`, None where it says nothing."""
+    return next((entry for entry in read_sums(path) if entry.global_step == step), None)
+
+
 def entry_of(
     source: Source, structure: Structure, scans: Sequence[LoadedFragment | FragmentScan]
 ) -> SumsEntry:
