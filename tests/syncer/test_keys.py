@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from syncer.keys import Authority, create_all, create_learner, keys
+from syncer.keys import create_all, create_learner, keys, load_authority
 from wire.security import SecurityRefused, read_key_file
 from wire.tls import allowed_learner_ids
 
@@ -198,13 +198,13 @@ def test_ca_key_must_be_private_and_belong_to_the_ca(tmp_path: Path) -> None:
         create_learner(tmp_path / "a", 0, NOW)
     (tmp_path / "a" / "ca-key.pem").unlink()
     (tmp_path / "b" / "ca-key.pem").rename(tmp_path / "a" / "ca-key.pem")
-    with pytest.raises(SecurityRefused, match="do not belong together"):
+    with pytest.raises(SecurityRefused, match="does not belong to the CA"):
         create_learner(tmp_path / "a", 0, NOW)
 
 
 def test_a_leaf_never_outlives_its_ca(tmp_path: Path) -> None:
     create_all(tmp_path, 0, ["localhost"], NOW)
-    authority = Authority.load(tmp_path)
+    authority = load_authority(tmp_path)
     late = authority.certificate.not_valid_after_utc - timedelta(days=3)
     create_learner(tmp_path, 1, late)
     assert certificate(tmp_path / "learner-1.pem").not_valid_after_utc == late + timedelta(days=3)

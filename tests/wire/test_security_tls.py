@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from syncer.keys import Authority, create_all, create_learner, write_private
+from syncer.keys import create_all, create_learner, load_authority, write_private
 from wire.errors import ErrorCode, ProtocolError
 from wire.frames import FRAME_HEADER, MAGIC, Role
 from wire.security import SecurityRefused
@@ -50,7 +50,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create_all(root / "stranger", 1, ["localhost", "127.0.0.1"], NOW)
     past = NOW - timedelta(days=400)
     create_learner(root / "keys", 77, past)
-    authority = Authority.load(root / "keys")
+    authority = load_authority(root / "keys")
     names = [x509.DNSName("localhost")]
     cert, key = authority.issue("old", names, ExtendedKeyUsageOID.SERVER_AUTH, past)
     (root / "old").mkdir()
@@ -585,7 +585,7 @@ def test_options_that_need_each_other(tmp_path: Path) -> None:
 
 
 def issued(pki: Path, *names: x509.GeneralName) -> bytes:
-    authority = Authority.load(pki / "keys")
+    authority = load_authority(pki / "keys")
     pem, _ = authority.issue("x", names, ExtendedKeyUsageOID.CLIENT_AUTH, NOW)
     return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
 
