@@ -30,7 +30,7 @@ MAY_IMPORT_ROOMS = {
 MAY_IMPORT_LIBRARIES = {
     "wire": {"numpy", "torch", "uvloop", "cryptography", "click"},
     "checkpoint": {"numpy", "torch", "safetensors", "click", "rich"},
-    "syncer": {"numpy", "torch", "safetensors", "click", "rich", "uvloop"},
+    "syncer": {"numpy", "torch", "numba", "safetensors", "click", "rich", "uvloop"},
     "learner": {"numpy", "torch", "safetensors", "msgpack", "click", "rich", "uvloop"},
 }
 
@@ -38,7 +38,7 @@ MAY_IMPORT_LIBRARIES = {
 ONLY_IN = {
     "torch": {"wire.tensors", "wire.q4"},
     "click": {"wire.cli_support"},
-    "cryptography": {"wire.security", "wire.tls"},
+    "cryptography": {"wire.authority", "wire.tls"},
 }
 
 PURE = {
