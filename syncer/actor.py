@@ -26,7 +26,8 @@ from syncer import events as e
 from syncer.broadcasts import Broadcasts
 from syncer.links import Link
 from syncer.logs import LEVELS, LOGGER, Progress, RateLimited
-from syncer.merge.plan import MergeResult, NonFiniteMerge, merge_round
+from syncer.merge.engine import merge_round
+from syncer.merge.plan import MergeResult, NonFiniteMerge
 from syncer.recorder import Recorder
 from syncer.services import Services
 from syncer.workers import Workers, submit

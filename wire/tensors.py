@@ -24,7 +24,8 @@ BLOCK = 64 * 1024
 _F32_INFINITY = 0x7F800000
 _BF16_INFINITY = 0x7F80
 _BF16_OVERFLOW = 0x7F7F8000
-"""Bits of the smallest f32 magnitude that rounds to infinity in bf16, 3.3961775e38 (W52)."""
+BF16_OVERFLOW = np.uint32(_BF16_OVERFLOW).view(np.float32)
+"""Smallest f32 magnitude that rounds to infinity in bf16, 3.3961775e38 (W52)."""
 
 
 class NonFiniteValues(ValueError):

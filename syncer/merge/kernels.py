@@ -1,0 +1,128 @@
+"""Compiled loops of the merge over one block of f32 values (numerics.md N1, N3).
+
+numba without fastmath keeps every f32 operation single-rounded, in the order written, and never
+contracts a product and a sum into a fused multiply-add (N1). All kernels release the GIL.
+
+Sums in f64 run over `LANES` partial sums, lane i taking the elements i, i + LANES, i + 2 LANES, …;
+the lanes are then added left to right. That order depends on the length alone (N3), and lets the
+compiler use vector registers without re-associating anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+LANES = 64
+
+Floats = NDArray[np.float32]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def _compiled(function: Function) -> Function:
+    """Compile on first use; keep the machine code beside the source or in the user's cache."""
+    try:
+        return cast(Function, njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # neither place can be written: compile in each process
+        return cast(Function, njit(nogil=True)(function))
+
+
+@_compiled
+def sum_of_squares(x: Floats) -> float:
+    """f64 sum of x_i^2."""
+    lanes = np.zeros(LANES)
+    whole = len(x) // LANES * LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            value = np.float64(x[first + lane])
+            lanes[lane] += value * value
+    for lane in range(len(x) - whole):
+        value = np.float64(x[whole + lane])
+        lanes[lane] += value * value
+    total = 0.0
+    for lane in range(LANES):
+        total += lanes[lane]
+    return total
+
+
+@_compiled
+def dot(x: Floats, y: Floats) -> float:
+    """f64 sum of x_i * y_i."""
+    lanes = np.zeros(LANES)
+    whole = len(x) // LANES * LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] += np.float64(x[first + lane]) * np.float64(y[first + lane])
+    for lane in range(len(x) - whole):
+        lanes[lane] += np.float64(x[whole + lane]) * np.float64(y[whole + lane])
+    total = 0.0
+    for lane in range(LANES):
+        total += lanes[lane]
+    return total
+
+
+@_compiled
+def subtract_scaled(out: Floats, factor: np.float32, x: Floats) -> None:
+    """out -= factor * x, one f32 product and one f32 difference (N7, N9)."""
+    for i in range(len(out)):
+        out[i] -= factor * x[i]
+
+
+@_compiled
+def subtract_scaled_wide(out: Floats, factor: float, x: Floats) -> None:
+    """out -= f32(factor * x), the product in f64 (N10)."""
+    for i in range(len(out)):
+        out[i] -= np.float32(factor * np.float64(x[i]))
+
+
+@_compiled
+def scale(x: Floats, factor: np.float32) -> None:
+    """x *= factor."""
+    for i in range(len(x)):
+        x[i] *= factor
+
+
+@_compiled
+def scale_wide(x: Floats, factor: float) -> None:
+    """x = f32(factor * x), the product in f64 (N10)."""
+    for i in range(len(x)):
+        x[i] = np.float32(factor * np.float64(x[i]))
+
+
+@_compiled
+def rotate(x: Floats, momentum: Floats, own: float, other: float, factor: np.float32) -> None:
+    """x = f32(own * x - other * momentum) * factor, the sum in f64 (N15, 0 <= c < c_ok)."""
+    for i in range(len(x)):
+        turned = own * np.float64(x[i]) - other * np.float64(momentum[i])
+        x[i] = np.float32(turned) * factor
+
+
+@_compiled
+def outer_step(  # noqa: PLR0917  compiled functions take no keywords
+    delta: Floats,
+    buffer: Floats,
+    params: Floats,
+    new_params: Floats,
+    lr: np.float32,
+    mu: np.float32,
+    limit: np.float32,
+) -> bool:
+    """Nesterov in the order of N18; `delta` becomes the new momentum.
+
+    Returns:
+        Whether the new momentum is finite and each new parameter is below `limit` (N23).
+    """
+    bad = np.int32(0)
+    for i in range(len(delta)):
+        new_buffer = mu * buffer[i] + delta[i]
+        step = lr * (delta[i] + mu * new_buffer)
+        new_param = params[i] - step
+        bad |= np.int32(not (abs(new_buffer) < np.float32(np.inf)))
+        bad |= np.int32(not (abs(new_param) < limit))
+        delta[i] = new_buffer
+        new_params[i] = new_param
+    return bool(bad == 0)
