@@ -61,3 +61,9 @@ class SafetyStop(LearnerError):
 
 class Interrupted(LearnerError):
     """`request_stop` was called: state saved, group closed, the run goes on without us (L54)."""
+
+
+class StateUnreadable(LearnerError):
+    """There is saved state, and none of it verifies (L51)."""
+
+    exit_code = 2

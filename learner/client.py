@@ -1,0 +1,449 @@
+"""The network thread of a learner: dialling, redialling, and everything that leaves (L10-L16).
+
+The training thread never waits for the network here: it hands over what it wants sent and goes on.
+The model is never touched on this side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from learner.config import Address
+from learner.errors import BudgetFailed, ConnectTimeout, LearnerError, NonFiniteParameters
+from learner.events import LinkDown, LinkUp, PushSent
+from learner.feedback import Feedback
+from learner.link import Link
+from learner.session import Answer, Mode
+from learner.shared import Shared
+from wire.dial import dial
+from wire.group import Group, SendCounters, Timeouts
+from wire.loop import new_event_loop
+from wire.messages import BudgetDone, FinalAck, Hello, InitParams, PushFragment
+from wire.tensors import NonFiniteValues
+
+log = logging.getLogger(__name__)
+
+FIRST_DIAL_S = 30.0
+REDIAL_S = 20.0
+FIRST_PAUSE_S = 2.0
+MAX_BACKOFF_S = 30.0
+FAREWELL_S = 30.0
+"""Seconds of refused redials after which an acknowledged learner goes home (L34)."""
+BOUNDARY_HEARTBEAT_S = 1.0
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How the sockets are protected (security.md); all None is plain TCP."""
+
+    ssl: ssl.SSLContext | None = None
+    server_name: str | None = None
+    seal: Callable[[bytes], bytes] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    answer: Answer[Tensor]
+    delta: Tensor
+
+
+class NetworkClient:
+    """Owns the network thread. Methods are for the training thread unless said otherwise."""
+
+    def __init__(
+        self,
+        address: Address,
+        hello: Hello,
+        shared: Shared,
+        feedback: Feedback,
+        *,
+        blame: Callable[[int, Tensor], str],
+        connect_timeout_s: float,
+        transport: Transport | None = None,
+    ) -> None:
+        """
+        Args:
+            address: the syncer.
+            hello: ours; the generation is drawn anew before each dial.
+            shared: session, lock and reports.
+            feedback: encoder of deltas.
+            blame: names the tensor that makes a delta unsendable.
+            connect_timeout_s: bound of the first connection.
+            transport: TLS and the seal of HELLO.
+        """
+        self._address = address
+        self._hello = hello
+        self._shared = shared
+        self._feedback = feedback
+        self._blame = blame
+        self._connect_timeout_s = connect_timeout_s
+        self._transport = transport or Transport()
+        self._counters = SendCounters()
+        self._link: Link | None = None
+        self._pushes: dict[int, _Push] = {}
+        self._encoding: asyncio.Task[None] | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._farewells: set[asyncio.Task[None]] = set()
+        self._loop = new_event_loop()
+        self._executor = ThreadPoolExecutor(2, "learner-codec")
+        self._thread = threading.Thread(target=self._run, name="learner-network", daemon=True)
+
+    # -- called by the training thread --------------------------------------------------------
+
+    def start(self) -> None:
+        """Start dialling."""
+        self._thread.start()
+
+    def push(self, answer: Answer[Tensor], delta: Tensor) -> None:
+        """Encode and send one delta; a newer one for the fragment replaces it (W49)."""
+        self._post(self._queue_push, _Push(answer, delta))
+
+    def acknowledge(self, generation: int) -> None:
+        """The cut is applied: send FINAL_ACK on that generation if it still lives (L32)."""
+        self._post(self._acknowledge_generation, generation)
+
+    def report_budget(self, generation: int, steps: int) -> None:
+        """Send BUDGET_DONE, once (L40)."""
+        self._post(self._report_budget, generation, steps)
+
+    def boundary(self) -> None:
+        """An optimizer step is done: heartbeat when the last one is old enough (W42)."""
+        link = self._link
+        if link is not None and self._loop.time() - link.last_heartbeat >= BOUNDARY_HEARTBEAT_S:
+            self._post(link.heartbeat)
+
+    def wake(self) -> None:
+        """Wake a waiting training thread; safe in a signal handler."""
+        self._post(self._shared.advance)
+
+    def close(self) -> None:
+        """Close the group and end the thread; what is unsent is dropped."""
+        if self._thread.is_alive():
+            self._post(self._cancel)
+            self._thread.join(_JOIN_S)
+            if self._thread.is_alive():
+                log.warning("the network thread did not end within %d s", _JOIN_S)
+
+    def _post(self, callback: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # The loop has ended: a fatal error or the end of the run, reported elsewhere.
+            log.debug("the network thread has ended, %s is dropped", callback)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _main(self) -> None:
+        self._life = asyncio.create_task(self._live())
+        try:
+            await self._life
+        except asyncio.CancelledError:
+            log.debug("the network thread was asked to end")
+        except LearnerError as error:
+            self._shared.fail(error)
+        except Exception as error:
+            log.exception("the network thread failed")
+            self._shared.fail(LearnerError(f"the network thread failed: {error!r}"))
+        finally:
+            await self._hang_up()
+
+    def _cancel(self) -> None:
+        if self._life is not None:
+            self._life.cancel()
+
+    async def _live(self) -> None:
+        link, group = await self._connect()
+        lost: float | None = None
+        while True:
+            self._adopt(link, group, None if lost is None else time.monotonic() - lost)
+            beat = asyncio.create_task(link.beat())
+            try:
+                await link.closed.wait()
+            finally:
+                beat.cancel()
+            self._link = None
+            if self._part(link):
+                return
+            lost = time.monotonic()
+            redialled = await self._redial(lost)
+            if redialled is None:
+                return
+            link, group = redialled
+
+    async def _hang_up(self) -> None:
+        if self._link is not None and self._link.group is not None:
+            group = self._link.group
+            with self._shared.gate:
+                ended = self._shared.session.mode is Mode.ENDED
+            if ended:
+                await group.finish()
+            group.close()
+            await self._link.stop()
+        if self._encoding is not None:
+            self._encoding.cancel()
+        await asyncio.gather(*self._farewells, return_exceptions=True)
+
+    def _adopt(self, link: Link, group: Group, outage_s: float | None) -> None:
+        shared = self._shared
+        with shared.gate:
+            shared.session.connected(link.generation)
+            init = list(shared.init)
+        self._link = link
+        for fragment, tensor in enumerate(init):
+            group.send_bulk(("init", fragment), InitParams(fragment, tensor))
+        if outage_s is None:
+            log.info("connected to the syncer at %s", self._address)
+        else:
+            log.info("connection to the syncer regained after %.1f s", outage_s)
+        link.open(group)
+        shared.advance(LinkUp(link.generation, outage_s))
+
+    def _part(self, link: Link) -> bool:
+        """The group is gone; whether the thread's work is over too."""
+        shared = self._shared
+        with shared.gate:
+            shared.session.disconnected(link.generation, acknowledged=shared.acknowledged)
+            over = shared.fatal is not None or shared.session.mode is Mode.ENDED
+        self._pushes.clear()
+        if not over:
+            log.warning(
+                "connection to the syncer lost (%s); training goes on, redialling", link.reason
+            )
+        shared.advance(LinkDown(link.reason))
+        return over
+
+    # -- dialling -----------------------------------------------------------------------------
+
+    async def _connect(self) -> tuple[Link, Group]:
+        """The first connection: tries every 2 s, up to the connect timeout (L11)."""
+        deadline = self._loop.time() + self._connect_timeout_s
+        waiting = False
+        while True:
+            left = deadline - self._loop.time()
+            try:
+                return await self._dial(min(FIRST_DIAL_S, left))
+            except OSError as error:
+                problem = error
+            if not waiting:
+                log.info(
+                    "waiting for the syncer at %s (%s); trying again every %d s, for up to %g s",
+                    self._address,
+                    _reason(problem),
+                    FIRST_PAUSE_S,
+                    self._connect_timeout_s,
+                )
+                waiting = True
+            left = deadline - self._loop.time()
+            if left <= FIRST_PAUSE_S:
+                await asyncio.sleep(max(0.0, left))
+                raise ConnectTimeout(
+                    f"no syncer at {self._address} within {self._connect_timeout_s:g} s "
+                    f"({_reason(problem)})"
+                )
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    async def _redial(self, lost: float) -> tuple[Link, Group] | None:
+        """A new group after an outage, or None when an acknowledged learner may go (L11, L34)."""
+        with self._shared.gate:
+            acknowledged = self._shared.acknowledged
+        delay = 1.0
+        while True:
+            pause = delay * random.uniform(0.8, 1.2)
+            limit = REDIAL_S
+            if acknowledged:
+                left = FAREWELL_S - (time.monotonic() - lost)
+                pause, limit = min(pause, max(0.0, left)), min(limit, max(0.1, left - pause))
+            await asyncio.sleep(pause)
+            try:
+                link, group = await self._dial(limit)
+            except OSError as error:
+                log.debug("redial failed: %s", _reason(error))
+            else:
+                with self._shared.gate:
+                    self._shared.counters.redials += 1
+                return link, group
+            if acknowledged and time.monotonic() - lost >= FAREWELL_S:
+                self._leave_unconfirmed()
+                return None
+            delay = min(MAX_BACKOFF_S, 2 * delay)
+
+    def _leave_unconfirmed(self) -> None:
+        log.warning(
+            "the final cut is applied and acknowledged, but the syncer has not answered for %d s; "
+            "leaving without its SHUTDOWN",
+            FAREWELL_S,
+        )
+        with self._shared.gate:
+            self._shared.unconfirmed = True
+            self._shared.session.mode = Mode.ENDED
+        self._shared.advance()
+
+    async def _dial(self, limit: float) -> tuple[Link, Group]:
+        """One try. OSError means: try again; LearnerError: never."""
+        generation = self._hello.generation
+        while generation in (0, self._hello.generation):
+            generation = secrets.randbits(64)
+        self._hello = replace(self._hello, generation=generation)
+        link = Link(generation, self._shared, self._executor, self._acknowledge)
+        try:
+            group = await dial(
+                self._address.host,
+                self._address.port,
+                self._hello,
+                sink=link,
+                executor=self._executor,
+                counters=self._counters,
+                timeouts=Timeouts(dial=max(0.1, limit)),
+                ssl=self._transport.ssl,
+                server_name=self._transport.server_name,
+                seal=self._transport.seal,
+            )
+        except ssl.SSLCertVerificationError as error:
+            raise LearnerError(f"the syncer's certificate is refused: {error}") from error
+        except OSError:
+            fatal = link.early_error()
+            if fatal is not None:
+                raise fatal from None
+            raise
+        return link, group
+
+    # -- leaving messages (loop thread) ---------------------------------------------------------
+
+    def _group(self, generation: int) -> Group | None:
+        link = self._link
+        if link is None or link.generation != generation or link.group is None:
+            return None
+        return None if link.group.closed else link.group
+
+    def _queue_push(self, push: _Push) -> None:
+        # Re-inserted at the end: answers are encoded in the order of the PULLs.
+        self._pushes.pop(push.answer.pull.fragment, None)
+        self._pushes[push.answer.pull.fragment] = push
+        if self._encoding is None or self._encoding.done():
+            self._encoding = asyncio.create_task(self._encode_pushes())
+
+    async def _encode_pushes(self) -> None:
+        while self._pushes:
+            push = self._pushes.pop(next(iter(self._pushes)))
+            answer = push.answer
+            if self._group(answer.generation) is None:
+                continue
+            try:
+                payload, norm = await self._loop.run_in_executor(self._executor, self._encode, push)
+            except NonFiniteValues:
+                fragment = answer.pull.fragment
+                self._shared.fail(NonFiniteParameters(self._blame(fragment, push.delta)))
+                return
+            group = self._group(answer.generation)
+            if group is not None:
+                self._send_push(group, answer, payload, norm)
+
+    def _encode(self, push: _Push) -> tuple[memoryview, float]:
+        """Payload and L2 norm of the delta; runs in a worker thread."""
+        norm = float(torch.linalg.vector_norm(push.delta))
+        pull = push.answer.pull
+        return self._feedback.encode(pull.fragment, pull.step, push.delta), norm
+
+    def _send_push(
+        self, group: Group, answer: Answer[Tensor], payload: memoryview, norm: float
+    ) -> None:
+        pull = answer.pull
+        message = PushFragment(
+            learner_id=self._hello.learner_id,
+            fragment=pull.fragment,
+            step=pull.step,
+            attempt=pull.attempt,
+            base_version=answer.base_version,
+            local_step=answer.local_step,
+            c_steps=answer.c_steps,
+            c_tokens=answer.c_tokens,
+            tensor=payload,
+        )
+        group.send_bulk(
+            ("push", pull.fragment),
+            message,
+            on_sent=lambda: self._feedback.sent(pull.fragment, pull.step),
+        )
+        event = PushSent(
+            fragment=pull.fragment,
+            step=pull.step,
+            attempt=pull.attempt,
+            base_version=answer.base_version,
+            c_steps=answer.c_steps,
+            c_tokens=answer.c_tokens,
+            size=payload.nbytes,
+            delta_norm=norm,
+        )
+        with self._shared.gate:
+            counters = self._shared.counters
+            counters.pushes += 1
+            counters.push_bytes += payload.nbytes
+            counters.delta_norm = norm
+        self._shared.advance(event)
+
+    def _acknowledge_generation(self, generation: int) -> None:
+        group = self._group(generation)
+        if group is not None:
+            self._acknowledge(group)
+
+    def _acknowledge(self, group: Group) -> None:
+        with self._shared.gate:
+            manifest = self._shared.session.manifest
+            self._shared.session.ack_begun(group.generation)
+        if manifest is None:
+            raise RuntimeError("FINAL_ACK without a manifest")
+        group.send_control(FinalAck(manifest.step))
+        self._follow(self._confirm_acknowledged(group))
+
+    async def _confirm_acknowledged(self, group: Group) -> None:
+        await group.flush()
+        if not group.closed:
+            with self._shared.gate:
+                self._shared.acknowledged = True
+            self._shared.advance()
+
+    def _report_budget(self, generation: int, steps: int) -> None:
+        group = self._group(generation)
+        if group is None:
+            self._shared.fail(_lost_report())
+            return
+        group.send_control(BudgetDone(steps))
+        self._follow(self._confirm_reported(group))
+
+    async def _confirm_reported(self, group: Group) -> None:
+        await group.flush()
+        if group.closed:
+            self._shared.fail(_lost_report())
+
+    def _follow(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
+
+
+def _lost_report() -> BudgetFailed:
+    return BudgetFailed(
+        "the connection broke before BUDGET_DONE was written; it is never sent twice (L40)"
+    )
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

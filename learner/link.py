@@ -1,0 +1,238 @@
+"""One connection group as the learner sees it: what arrives, and the heartbeat.
+
+Everything runs on the network thread's loop. Control messages act at once; fragments are digested
+and decoded in a worker thread, one after the other, and the group stops reading when two wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import struct
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from torch import Tensor
+
+from learner.errors import LearnerError, ProtocolFault, SyncerRefused
+from learner.session import Mode, Received
+from learner.shared import Shared
+from wire.errors import ProtocolError
+from wire.group import Group
+from wire.limits import Session as WireSession
+from wire.messages import (
+    Broadcast,
+    ErrorMessage,
+    FinalFragment,
+    FinalManifest,
+    Heartbeat,
+    Message,
+    PullRequest,
+    Shutdown,
+)
+from wire.tensors import decode
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+"""Seconds between heartbeats of the network thread (W42)."""
+_COPY_BELOW = 1 << 16
+_HEAD = struct.Struct("<IQ")
+
+
+class Link:
+    """Sink of one dial. Messages that come before `open` is called wait in `early`.
+
+    Attributes:
+        generation: of the group.
+        closed: set once the group is gone and everything it delivered has been handled.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        shared: Shared,
+        executor: Executor,
+        acknowledge: Callable[[Group], None],
+    ) -> None:
+        self.generation = generation
+        self.closed = asyncio.Event()
+        self.reason = ""
+        self.group: Group | None = None
+        self.last_heartbeat = 0.0
+        self._shared = shared
+        self._executor = executor
+        self._acknowledge = acknowledge
+        self._opened = False
+        self._early: list[Message] = []
+        self._fragments: deque[Broadcast | FinalFragment] = deque()
+        self._wake = asyncio.Event()
+        self._gone = False
+        self._worker: asyncio.Task[None] | None = None
+
+    # -- the group's sink -------------------------------------------------------------------
+
+    def on_message(self, group: Group, message: Message, arrived: float) -> None:
+        """A checked message; see `wire.group.GroupSink`."""
+        del arrived
+        self.group = group
+        if isinstance(message, Broadcast | FinalFragment):
+            group.hold()
+        if self._opened:
+            self._take(group, message)
+        else:
+            self._early.append(message)
+
+    def on_closed(self, group: Group, reason: str) -> None:
+        """The group is gone; see `wire.group.GroupSink`."""
+        self.reason = reason
+        self._gone = True
+        if group.fault is not None:
+            self._shared.fail(ProtocolFault(f"the syncer broke the protocol: {group.fault}"))
+        if not self._opened:
+            self.closed.set()
+        self._wake.set()
+
+    def on_bad_budget(self, group: Group) -> None:
+        """Only a syncer reads BUDGET_DONE."""
+        raise AssertionError("a learner never reads BUDGET_DONE")
+
+    # -- the client -------------------------------------------------------------------------
+
+    def early_error(self) -> LearnerError | None:
+        """What makes a failed dial fatal: an ERROR or a fault that came meanwhile (L13)."""
+        for message in self._early:
+            if isinstance(message, ErrorMessage):
+                return SyncerRefused(message.text)
+        if self.group is not None and self.group.fault is not None:
+            return ProtocolFault(f"the syncer broke the protocol: {self.group.fault}")
+        return None
+
+    def open(self, group: Group) -> None:
+        """The dial succeeded and the session knows the generation: handle what came."""
+        self.group = group
+        self._opened = True
+        self.closed.clear()
+        self._worker = asyncio.create_task(self._decode_fragments())
+        early, self._early = self._early, []
+        for message in early:
+            self._take(group, message)
+
+    async def beat(self) -> None:
+        """Send heartbeats until the group closes (W42)."""
+        while not self.closed.is_set():
+            try:
+                await asyncio.wait_for(self.closed.wait(), HEARTBEAT_S)
+            except TimeoutError:
+                self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Send one heartbeat now."""
+        if self.group is None or self.group.closed:
+            return
+        self.last_heartbeat = asyncio.get_running_loop().time()
+        with self._shared.gate:
+            local_step = self._shared.session.local_step
+        self.group.send_control(Heartbeat(self.group.learner_id, local_step))
+
+    async def stop(self) -> None:
+        """End the decoding task; what it has not handled is dropped."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+
+    # -- inbound ----------------------------------------------------------------------------
+
+    def _take(self, group: Group, message: Message) -> None:
+        session = self._shared.session
+        try:
+            match message:
+                case Broadcast() | FinalFragment():
+                    self._fragments.append(message)
+                    self._wake.set()
+                case PullRequest():
+                    with self._shared.gate:
+                        session.pull(self.generation, message)
+                    self._shared.advance()
+                case FinalManifest():
+                    with self._shared.gate:
+                        again = session.final_manifest(self.generation, message)
+                    self._shared.advance()
+                    if again:
+                        self._acknowledge(group)
+                case Shutdown():
+                    with self._shared.gate:
+                        session.shutdown(self.generation)
+                    self._shared.advance()
+                case ErrorMessage(text):
+                    self._shared.fail(SyncerRefused(text))
+                case _:
+                    raise AssertionError(f"a learner cannot read {type(message).__name__}")
+        except ProtocolError as error:
+            self._shared.fail(ProtocolFault(error.sentence))
+
+    async def _decode_fragments(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            while self._fragments:
+                message = self._fragments.popleft()
+                try:
+                    if self._wanted(message):
+                        received = await loop.run_in_executor(self._executor, self._decode, message)
+                        self._deliver(message, received)
+                except ProtocolError as error:
+                    self._shared.fail(ProtocolFault(error.sentence))
+                if self.group is not None:
+                    self.group.release()
+            if self._gone:
+                self.closed.set()
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _wanted(self, message: Broadcast | FinalFragment) -> bool:
+        """Whether decoding is worth it: finalization ignores broadcasts (L37)."""
+        if isinstance(message, FinalFragment):
+            return True
+        with self._shared.gate:
+            return self._shared.session.mode in (Mode.TRAIN, Mode.FROZEN, Mode.REPORTED)
+
+    def _decode(self, message: Broadcast | FinalFragment) -> Received[Tensor]:
+        """Digest and values; runs in a worker thread."""
+        session = self._session()
+        dtype = session.tensor_dtype(message)
+        if dtype is None:
+            raise AssertionError("fragments always have a dtype")
+        digest = hashlib.sha256(_HEAD.pack(message.fragment, message.version))
+        digest.update(message.tensor)
+        numel = session.layout.fragments[message.fragment].numel
+        view = memoryview(message.tensor)
+        # A large f32 fragment keeps its receive buffer: the anchor needs no second copy.
+        copy = view.readonly or view.nbytes < _COPY_BELOW
+        return Received(
+            message.version, digest.digest(), decode(message.tensor, dtype, numel, copy=copy)
+        )
+
+    def _session(self) -> WireSession:
+        if self.group is None:
+            raise AssertionError("a message came without its group")
+        return self.group.session
+
+    def _deliver(self, message: Broadcast | FinalFragment, received: Received[Tensor]) -> None:
+        shared = self._shared
+        with shared.gate:
+            session = shared.session
+            if isinstance(message, Broadcast):
+                session.broadcast(self.generation, message.fragment, received)
+            else:
+                session.final_fragment(self.generation, message.fragment, received)
+            if not session.init_needed:
+                shared.init.clear()
+            shared.counters.dropped_broadcasts = session.dropped
+            shared.counters.replayed_broadcasts = session.replayed
+            warnings, session.warnings = session.warnings, []
+        for text in warnings:
+            log.warning("%s", text)
+        shared.advance()
