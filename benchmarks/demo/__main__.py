@@ -28,6 +28,7 @@ from benchmarks.demo.programs import Programs
 from benchmarks.demo.record import LearnerRecord, RunRecord
 from benchmarks.demo.screen import Screen
 from learner.tasks.bytes_lm import ByteGPT, sample
+from syncer.tape import CommitRecord, read_commits
 
 OWN_MARK = ".made-by-yeto-demo"
 TICK_S = 0.2
@@ -121,7 +122,7 @@ def tell(console: Console, folder: Path, sizes: Sizes, *, baseline: bool) -> Non
 def train_together(folder: Path, sizes: Sizes, started: float) -> RunRecord:
     """Syncer and learners from start to final cut; what they said on the way."""
     run = RunRecord({f"learner-{i}": LearnerRecord() for i in range(sizes.learners)})
-    tape = Tape(folder / "tape.jsonl")
+    tape = folder / "tape.jsonl"
     with Programs(folder) as programs, Screen(run, sizes.rounds, started) as screen:
         port = start_syncer(programs, folder, sizes)
         for number, name in enumerate(run.learners):
@@ -141,7 +142,7 @@ def train_together(folder: Path, sizes: Sizes, started: float) -> RunRecord:
             if line is not None:
                 run.add_line(line)
                 screen.line(line)
-            for commit in tape.new_commits():
+            for commit in new_commits(tape, len(run.rounds)):
                 run.rounds.append(commit)
                 screen.commit(commit)
             screen.refresh(time.time())
@@ -187,24 +188,9 @@ def start_syncer(programs: Programs, folder: Path, sizes: Sizes) -> int:
     return int(json.loads(ready.read_text())["port"])
 
 
-class Tape:
-    """Follows the event tape while the syncer appends to it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-
-    def new_commits(self) -> list[dict[str, object]]:
-        """Commit records (those with a `step`, C42) that were not returned before."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        records = [json.loads(line) for line in whole.splitlines()]
-        return [record for record in records if "step" in record]
+def new_commits(tape: Path, known: int) -> list[CommitRecord]:
+    """What the tape says beyond the first `known` commits, while the syncer appends to it."""
+    return read_commits(tape)[known:] if tape.exists() else []
 
 
 def check_bits(folder: Path, names: list[str]) -> None:

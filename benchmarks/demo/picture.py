@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.demo.record import LearnerRecord, RunRecord
+from benchmarks.demo.record import LearnerRecord, RunRecord, ids
 
 COLOURS = ("#3b6fb6", "#d9772b", "#3f9b6c", "#8f5fb0", "#b0493f", "#7a6a58")
 MERGED = "#1d1d1f"
@@ -80,19 +80,19 @@ def _draw_losses(axes: Axes, run: RunRecord, alone: LearnerRecord | None) -> Non
 
 
 def _draw_rounds(axes: Axes, run: RunRecord) -> None:
-    start = run.rounds[0]["ts"] - run.rounds[0]["ms"] / 1000
+    start = run.rounds[0].ts - run.rounds[0].ms / 1000
     names = list(run.learners)
     for commit in run.rounds:
-        end = commit["ts"] - start
+        end = commit.ts - start
         for learner_id in range(len(names)):
-            if learner_id in commit["responded"]:
+            if learner_id in ids(commit.responded):
                 colour = COLOURS[learner_id % len(COLOURS)]
                 axes.plot([end], [learner_id], "|", color=colour, markersize=22, alpha=0.9)
-            elif learner_id in commit["expected"]:
+            elif learner_id in ids(commit.expected):
                 axes.plot([end], [learner_id], "x", color="#c03030", markersize=7)
     count = len(run.rounds)
-    answered = sum(len(commit["responded"]) for commit in run.rounds)
-    asked = sum(len(commit["expected"]) for commit in run.rounds)
+    answered = sum(len(commit.responded) for commit in run.rounds)
+    asked = sum(len(commit.expected) for commit in run.rounds)
     axes.set_title(f"{count} rounds: {answered} of {asked} answers came in time (x = missed)")
     axes.set_yticks(range(len(names)), [name.replace("-", " ") for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)

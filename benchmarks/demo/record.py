@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from benchmarks.demo.programs import Line
+from syncer.tape import CommitRecord, TapeMember
 
 
 @dataclass
@@ -31,12 +31,17 @@ class LearnerRecord:
         return self.held_out[-1][2]
 
 
+def ids(members: Iterable[TapeMember]) -> set[int]:
+    """Learner ids of tape members."""
+    return {member.id for member in members}
+
+
 @dataclass
 class RunRecord:
     """All learners by name, and the commit records of the tape (C41)."""
 
     learners: dict[str, LearnerRecord] = field(default_factory=dict)
-    rounds: list[Mapping[str, Any]] = field(default_factory=list)
+    rounds: list[CommitRecord] = field(default_factory=list)
 
     def add_line(self, line: Line) -> None:
         """Takes what a line of a learner says; lines of other programs say nothing here."""
@@ -58,11 +63,11 @@ class RunRecord:
     def staleness(self, learner_id: int) -> int | None:
         """Of the newest answer of this learner, in versions."""
         for commit in reversed(self.rounds):
-            for responder in commit["responders"]:
-                if responder["id"] == learner_id:
-                    return int(responder["staleness"])
+            for responder in commit.responders:
+                if responder.id == learner_id:
+                    return responder.staleness
         return None
 
     def answers(self, learner_id: int) -> int:
         """How many rounds this learner answered in time."""
-        return sum(learner_id in commit["responded"] for commit in self.rounds)
+        return sum(learner_id in ids(commit.responded) for commit in self.rounds)

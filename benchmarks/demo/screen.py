@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -12,6 +10,7 @@ from rich.table import Table
 
 from benchmarks.demo.programs import Line
 from benchmarks.demo.record import RunRecord
+from syncer.tape import CommitRecord
 
 _SHOWN_ELSEWHERE = {"progress", "round", "evaluation"}
 
@@ -52,16 +51,16 @@ class Screen:
         elif line.event not in _SHOWN_ELSEWHERE and line.message:
             self._print(line.ts, f"{line.program}: {line.message}")
 
-    def commit(self, record: Mapping[str, Any]) -> None:
+    def commit(self, record: CommitRecord) -> None:
         """Prints one committed round, unless the live table shows it."""
         if self.console.is_terminal:
             return
-        stale = ", ".join(str(responder["staleness"]) for responder in record["responders"])
+        stale = ", ".join(str(responder.staleness) for responder in record.responders)
         self._print(
-            record["ts"],
-            f"round {record['step']}/{self._total_rounds} of fragment {record['fragment']}: "
-            f"{len(record['responded'])} of {len(record['expected'])} answered, "
-            f"staleness {stale}, {record['ms']} ms",
+            record.ts,
+            f"round {record.step}/{self._total_rounds} of fragment {record.fragment}: "
+            f"{len(record.responded)} of {len(record.expected)} answered, "
+            f"staleness {stale}, {record.ms} ms",
         )
 
     def refresh(self, now: float) -> None:
@@ -77,7 +76,7 @@ class Screen:
         title = f"{now - self._started:.0f} s   round {len(run.rounds)} of {self._total_rounds}"
         if run.rounds:
             last = run.rounds[-1]
-            title += f"   {len(last['responded'])} of {len(last['expected'])} answered the last"
+            title += f"   {len(last.responded)} of {len(last.expected)} answered the last"
         table = Table(title=title, title_justify="left")
         table.add_column("learner")
         for name in (
