@@ -94,6 +94,10 @@ class Programs:
         except queue.Empty:
             return None
 
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a program that was started."""
+        self._processes[name].send_signal(number)
+
     def exit_code(self, name: str) -> int | None:
         """None while it runs or while lines of it may still come."""
         if self._readers[name].is_alive():

@@ -1,0 +1,180 @@
+"""Real processes from start to final cut, with real signals in the middle."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from benchmarks.demo.programs import Programs
+from benchmarks.demo.record import ids
+
+from .training import Training
+
+
+@pytest.fixture
+def training(tmp_path: Path):
+    with Programs(tmp_path) as programs:
+        yield Training(tmp_path, programs)
+
+
+def assert_contiguous(training: Training) -> None:
+    steps = [commit.step for commit in training.commits()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def exported(training: Training, learner: str) -> dict[str, torch.Tensor]:
+    out = training.folder / "exported.safetensors"
+    subprocess.run(
+        [
+            str(Path(sys.executable).with_name("yeto-checkpoint")),
+            "export",
+            str(training.checkpoint),
+            str(out),
+            f"--layout={training.folder / learner / 'layout.json'}",
+        ],
+        check=True,
+        timeout=60,
+    )
+    return load(out.read_bytes())
+
+
+def test_a_killed_learner_does_not_stop_the_run(training: Training) -> None:
+    """C16-C21: three learners, kill -9 of one in the middle; the tape shows who answered."""
+    training.start_syncer(
+        "--quorum=2", "--total-steps=60", "--min-round-interval-ms=60", "--grace-ms=300",
+        "--mark-final-checkpoint",
+    )  # fmt: skip
+    names = [training.start_learner(number) for number in range(3)]
+    training.wait_for_commits(3, lambda commit: ids(commit.responded) == {0, 1, 2})
+    before = len(training.commits())
+    training.signal("learner-2", signal.SIGKILL)
+
+    assert training.exit_code("syncer") == 0
+    assert [training.exit_code(name) for name in names] == [0, 0, -signal.SIGKILL]
+    commits = training.commits()
+    assert_contiguous(training)
+    assert len(commits) == 60
+    assert before < 60
+    assert ids(commits[-1].responded) == {0, 1}
+    assert all(len(commit.responded) >= commit.quorum >= 2 for commit in commits)
+    assert training.model("learner-0") == training.model("learner-1")
+    assert Path(f"{training.checkpoint}.final").exists()
+
+
+def test_a_learner_waits_for_the_syncer_with_one_line(training: Training) -> None:
+    name = training.start_learner(0)
+    training.wait_for_line(name, f"waiting for the syncer at 127.0.0.1:{training.port}")
+    training.start_syncer("--total-steps=3")
+    assert training.exit_code("syncer") == 0
+    assert training.exit_code(name) == 0
+    assert sum("waiting for the syncer" in message for message in training.said(name)) == 1
+    assert training.result(name)["step"] == 3
+
+
+def test_learners_carry_on_while_the_syncer_is_killed_and_resumed(training: Training) -> None:
+    """L12: training goes on, redials with back-off, and nothing local is lost."""
+    training.start_syncer("--quorum=2")
+    names = [training.start_learner(number) for number in range(2)]
+    training.wait_for_commits(4)
+    training.signal("syncer", signal.SIGKILL)
+    assert training.exit_code("syncer") == -signal.SIGKILL
+    for name in names:
+        training.wait_for_line(name, "lost")
+    done = len(training.commits())
+
+    training.start_syncer("--quorum=2", "--resume", name="syncer-2")
+    training.wait_for_commits(done + 4)
+    training.signal("syncer-2", signal.SIGTERM)
+    assert training.exit_code("syncer-2") == 0
+    assert [training.exit_code(name) for name in names] == [0, 0]
+    assert_contiguous(training)
+    for name in names:
+        assert sum("lost" in message for message in training.said(name)) == 1
+    steps = [commit for commit in training.commits() if commit.step > done]
+    assert all(responder.c_steps >= 1 for commit in steps for responder in commit.responders)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q4"])
+def test_ctrl_c_on_the_syncer_gives_every_learner_the_same_bits(
+    training: Training, dtype: str
+) -> None:
+    """L31, L36, C61: the final cut is f32 whatever the session's dtype."""
+    training.start_syncer("--quorum=3")
+    names = [training.start_learner(number, f"--wire-dtype={dtype}") for number in range(3)]
+    training.wait_for_commits(6)
+    training.signal("syncer", signal.SIGINT)
+    assert training.exit_code("syncer") == 0
+    assert [training.exit_code(name) for name in names] == [0, 0, 0]
+
+    assert len({training.model(name) for name in names}) == 1
+    merged = exported(training, names[0])
+    own = load(training.model(names[0]))
+    assert own.keys() == merged.keys()
+    assert all(torch.equal(own[key], merged[key]) for key in own)
+    results = [training.result(name) for name in names]
+    assert {result["step"] for result in results} == {training.commits()[-1].step}
+    assert [result["learner_id"] for result in results] == [0, 1, 2]
+    assert all(result["acknowledged"] for result in results)
+
+
+def test_a_learner_with_another_model_is_refused_and_the_run_goes_on(training: Training) -> None:
+    """W12 step 13, L13: ERROR names the mismatch, exit 1, no redial."""
+    training.start_syncer("--quorum=1")
+    training.start_learner(0)
+    training.wait_for_commits(1)
+    stranger = training.start_learner(1, "--width=16")
+    assert training.exit_code(stranger) == 1
+    assert re.search("session-mismatch", "\n".join(training.said(stranger)))
+    assert not (training.folder / stranger / "model.safetensors").exists()
+    training.wait_for_commits(len(training.commits()) + 3)
+    training.signal("syncer", signal.SIGINT)
+    assert training.exit_code("syncer") == 0
+    assert training.exit_code("learner-0") == 0
+
+
+def test_a_stopped_learner_saves_its_state_and_continues_from_it(training: Training) -> None:
+    """L50-L54: SIGTERM ends it with 1, the run goes on, a restart continues its counters."""
+    state = f"--state-dir={training.folder / 'state'}"
+    training.start_syncer("--quorum=1")
+    training.start_learner(0)
+    training.start_learner(1, state)
+    training.wait_for_commits(3, lambda commit: 1 in ids(commit.responded))
+    training.signal("learner-1", signal.SIGTERM)
+    assert training.exit_code("learner-1") == 1
+    saved = max(int(path.name[5:]) for path in (training.folder / "state").glob("step-*"))
+    assert saved > 0
+
+    again = training.start_learner(1, state, name="learner-1-again")
+    seen = len(training.commits())
+    training.wait(
+        "an answer of the restarted learner",
+        lambda: any(1 in ids(commit.responded) for commit in training.commits()[seen:]),
+    )
+    training.signal("syncer", signal.SIGINT)
+    assert [training.exit_code(name) for name in ("syncer", "learner-0", again)] == [0, 0, 0]
+    assert int(str(training.result(again)["local_step"])) > saved
+
+
+def test_the_safety_stop_is_a_failure_and_the_baseline_is_not(training: Training) -> None:
+    """cli.md: --max-local-steps exits 1 before finalization, 0 with --connect none."""
+    training.start_syncer("--quorum=1")
+    training.start_learner(0, "--max-local-steps=5")
+    assert training.exit_code("learner-0") == 1
+    assert any("max_local_steps" in message for message in training.said("learner-0"))
+    alone = training.start_learner(1, "--connect=none", "--max-local-steps=5", name="alone")
+    assert training.exit_code(alone) == 0
+    finals = [line for line in training.lines if line.event == "final"]
+    assert [line.fields["local_step"] for line in finals] == [5]
+
+
+def test_nobody_listens(training: Training) -> None:
+    name = training.start_learner(0, "--connect-timeout-s=0.2")
+    assert training.exit_code(name) == 1
+    assert any(f"127.0.0.1:{training.port}" in message for message in training.said(name))
