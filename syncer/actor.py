@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
-from wire.accept import Newcomer
 
 from syncer import commands as c
 from syncer import events as e
@@ -36,6 +35,9 @@ from wire.dtypes import DType
 from wire.errors import ProtocolError
 from wire.messages import Buffer, Hello, PullRequest
 from wire.tensors import decode
+
+if TYPE_CHECKING:
+    from wire.accept import Newcomer
 
 T = TypeVar("T")
 
