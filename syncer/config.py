@@ -27,7 +27,7 @@ class CoordinatorConfig:
         budget_steps: `--learner-budget-steps`, None when budget mode is off.
         require_profile: `--require-profile-binding` (W12 step 10).
         outer_lr, outer_momentum, outer_lr_by_fragment: N18, N19.
-        heloco, equal_weights, iso_backend, iso_rank_cutoff: numerics.md.
+        heloco, equal_weights, iso_backend: numerics.md.
         max_base_lag: staleness limit in versions, None for no limit (C20).
         handshake_timeout: also the silence after which a missing INIT is reported (P3).
         stall_timeout: life of a superseded generation (C19).
@@ -56,7 +56,6 @@ class CoordinatorConfig:
     heloco: bool = True
     equal_weights: bool = False
     iso_backend: int = 0
-    iso_rank_cutoff: float | None = None
     max_base_lag: int | None = None
     handshake_timeout: float = 10.0
     stall_timeout: float = 60.0

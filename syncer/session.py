@@ -1,0 +1,120 @@
+"""What all HELLOs of a run must agree on: W12 steps 10, 11 and 13, W18."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from syncer.config import CoordinatorConfig
+from wire.dtypes import DType
+from wire.errors import ErrorCode, ProtocolError
+from wire.layout import NumericLayout
+from wire.messages import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """The session that the first accepted HELLO fixed (W18)."""
+
+    dtype: DType
+    layout: NumericLayout
+    fingerprint: bytes
+    contract: bytes
+    profile: bytes | None
+
+    @classmethod
+    def of(cls, hello: Hello) -> SessionFacts:
+        """The session this HELLO asks for."""
+        return cls(hello.dtype, hello.layout, hello.fingerprint, hello.contract, hello.profile)
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements per fragment."""
+        return [fragment.numel for fragment in self.layout.fragments]
+
+
+def check_configuration(hello: Hello, config: CoordinatorConfig) -> None:
+    """W12 steps 10 and 11.
+
+    Raises:
+        ProtocolError: `profile-mismatch`, `profile-required` or `fragment-count`.
+    """
+    if hello.profile is None:
+        if config.require_profile:
+            raise ProtocolError(
+                ErrorCode.PROFILE_REQUIRED,
+                "this syncer only takes learners bound to its profile, "
+                f"{config.profile.hex()[:16]}…: start the learner with --profile",
+            )
+    elif hello.profile != config.profile:
+        raise ProtocolError(
+            ErrorCode.PROFILE_MISMATCH,
+            _differs("profile", hello.profile.hex(), config.profile.hex(), "the syncer's"),
+        )
+    rates = config.outer_lr_by_fragment
+    if rates is not None and len(rates) != len(hello.layout):
+        raise ProtocolError(
+            ErrorCode.FRAGMENT_COUNT,
+            f"the layout has {len(hello.layout)} fragments, "
+            f"--outer-lr-by-fragment lists {len(rates)} rates",
+        )
+
+
+def check_resumed(hello: Hello, session: SessionFacts) -> None:
+    """W12 step 12 once the checkpoint's tensors are gone: its facts are the session's (K18).
+
+    Raises:
+        ProtocolError: `checkpoint-mismatch`.
+    """
+    wanted = SessionFacts.of(hello)
+    for name, theirs, ours in (
+        ("fingerprint", wanted.fingerprint.hex(), session.fingerprint.hex()),
+        ("layout", _numels_digest(wanted), _numels_digest(session)),
+        ("contract", wanted.contract.hex(), session.contract.hex()),
+    ):
+        if theirs != ours:
+            raise ProtocolError(
+                ErrorCode.CHECKPOINT_MISMATCH, _differs(name, theirs, ours, "the checkpoint's")
+            )
+
+
+def check_session(hello: Hello, session: SessionFacts) -> None:
+    """W12 step 13; the text names every field that differs, the fingerprint among them (P10).
+
+    Raises:
+        ProtocolError: `session-mismatch`.
+    """
+    wanted = SessionFacts.of(hello)
+    if wanted == session:
+        return
+    pairs = [
+        ("fingerprint", wanted.fingerprint.hex(), session.fingerprint.hex()),
+        ("contract", wanted.contract.hex(), session.contract.hex()),
+        ("dtype", wanted.dtype.label, session.dtype.label),
+        ("profile", _hex_or_none(wanted.profile), _hex_or_none(session.profile)),
+    ]
+    if wanted.layout != session.layout:
+        pairs.append(("layout", _layout_digest(wanted), _layout_digest(session)))
+    sentences = [
+        _differs(name, theirs, ours, "the session's")
+        for name, theirs, ours in pairs
+        if theirs != ours
+    ]
+    raise ProtocolError(ErrorCode.SESSION_MISMATCH, "; ".join(sentences))
+
+
+def _differs(name: str, theirs: str, ours: str, whose: str) -> str:
+    return f"{name} {theirs[:16]} differs from {whose} {ours[:16]}"
+
+
+def _hex_or_none(value: bytes | None) -> str:
+    return "absent" if value is None else value.hex()
+
+
+def _layout_digest(facts: SessionFacts) -> str:
+    """A short name for a numeric layout, which has no hash of its own on the wire."""
+    return hashlib.sha256(facts.layout.encode()).hexdigest()
+
+
+def _numels_digest(facts: SessionFacts) -> str:
+    return hashlib.sha256(repr(facts.numels).encode()).hexdigest()
