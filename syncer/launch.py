@@ -1,0 +1,183 @@
+"""Everything between the command line and the listener, in the order of C4.
+
+Each refusal is a `StartRefused` with one line that says the way out (exit 2), and undoes what it
+had opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from checkpoint.errors import CheckpointRefused
+from checkpoint.marker import write_final_state
+from checkpoint.resume import ResumeFile
+from checkpoint.snapshot import Snapshot
+from checkpoint.store import CheckpointStore
+from syncer.config import CoordinatorConfig
+from syncer.merge.plan import SvdBackend
+from syncer.options import SyncerOptions, WorkerTimeouts
+from syncer.svd.scalar import ScalarSvd
+from syncer.tape import TapeError, TapeWriter
+
+SPARE_DESCRIPTORS = 64
+"""Descriptors kept beside the sockets: files, pipes, libraries."""
+
+
+class StartRefused(Exception):
+    """The start is refused (exit 2); the text is one line that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a run owns once its start was not refused.
+
+    Attributes:
+        profile: syncer profile hash, 32 bytes.
+        tape_step: step of the last commit record that a resumed tape holds.
+        drain_svd: waits for the SVD pool, None without one.
+        cleanup: gives everything back, in reverse order.
+    """
+
+    options: SyncerOptions
+    profile: bytes
+    store: CheckpointStore
+    resumed: ResumeFile | None
+    svd: SvdBackend
+    drain_svd: Callable[[], None] | None
+    tape: TapeWriter | None
+    tape_step: int | None
+    cleanup: contextlib.ExitStack
+
+    @property
+    def write_final_state(self) -> Callable[[Snapshot], None] | None:
+        """Writes `--final-state`, None when it is off (K23)."""
+        path = self.options.final_state
+        return None if path is None else partial(write_final_state, Path(path))
+
+
+def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
+    """Lock, presence, load, SVD pool, tape (C4). Blocks; the caller closes `cleanup`.
+
+    Raises:
+        StartRefused: nothing was changed on disk but what K9, C43 and C70 name.
+    """
+    with contextlib.ExitStack() as undo:
+        store = CheckpointStore(options.checkpoint_path)
+        try:
+            resumed = _open_store(store, options, undo)
+        except CheckpointRefused as error:
+            raise StartRefused(error.message) from error
+        svd, drain_svd = _start_svd(options, timeouts, undo)
+        tape = _open_tape(options)
+        tape_step = None
+        if tape is not None:
+            undo.callback(tape.abandon)
+            tape_step = _position_tape(tape, resumed)
+        return Launched(
+            options=options,
+            profile=options.profile.digest(),
+            store=store,
+            resumed=resumed,
+            svd=svd,
+            drain_svd=drain_svd,
+            tape=tape,
+            tape_step=tape_step,
+            cleanup=undo.pop_all(),
+        )
+
+
+def _open_store(
+    store: CheckpointStore, options: SyncerOptions, undo: contextlib.ExitStack
+) -> ResumeFile | None:
+    store.acquire()
+    undo.callback(store.release)
+    store.check_presence(options.resume)
+    resumed = None
+    if options.resume:
+        resumed = store.load(options.profile.iso_backend, options.total_steps)
+    store.clean_leftovers()
+    if options.learner_budget_steps is not None:
+        try:
+            store.remove_marker()  # C70
+        except OSError as error:
+            raise StartRefused(f"a stale final marker can't be removed: {error}") from error
+    return resumed
+
+
+def _start_svd(
+    options: SyncerOptions, timeouts: WorkerTimeouts, undo: contextlib.ExitStack
+) -> tuple[SvdBackend, Callable[[], None] | None]:
+    """The pool's children are up before the listener is (N28)."""
+    if options.iso_backend == "scalar":
+        return ScalarSvd(options.iso_rank_cutoff), None
+    raise StartRefused("--iso-backend torch-svd is not there yet")
+
+
+def _open_tape(options: SyncerOptions) -> TapeWriter | None:
+    if options.event_tape is None:
+        return None
+    try:
+        return TapeWriter(options.event_tape)
+    except TapeError as error:
+        raise StartRefused(f"--event-tape {error}; give a file that can be written") from error
+
+
+def _position_tape(tape: TapeWriter, resumed: ResumeFile | None) -> int | None:
+    try:
+        if resumed is not None:
+            return tape.resume(resumed.global_step)
+        tape.fresh()
+    except OSError as error:
+        raise StartRefused(f"--event-tape {tape.path}: {error}") from error
+    return None
+
+
+def coordinator_config(options: SyncerOptions) -> CoordinatorConfig:
+    """The options the coordinator core needs, durations in seconds."""
+    return CoordinatorConfig(
+        profile=options.profile.digest(),
+        learners=options.learners,
+        quorum=options.quorum,
+        grace_cap=options.grace_ms / 1000,
+        grace_gamma=options.grace_gamma,
+        grace_tau=options.grace_tau,
+        pipeline=options.pipeline,
+        min_round_interval=options.min_round_interval_ms / 1000,
+        sync_interval_steps=options.sync_interval_steps,
+        quorum_timeout=options.quorum_timeout_s,
+        final_ack_timeout=options.final_ack_timeout_s,
+        total_steps=options.total_steps,
+        checkpoint_every=options.checkpoint_every,
+        mark_final=options.mark_final_checkpoint,
+        final_state=options.final_state is not None,
+        budget_steps=options.learner_budget_steps,
+        require_profile=options.require_profile_binding,
+        outer_lr=options.outer_lr,
+        outer_momentum=options.outer_momentum,
+        outer_lr_by_fragment=options.outer_lr_by_fragment,
+        heloco=options.delta_correction == "heloco",
+        equal_weights=options.learner_weight == "equal",
+        iso_backend=options.profile.iso_backend,
+        iso_rank_cutoff=options.iso_rank_cutoff,
+        max_base_lag=options.max_base_lag,
+        handshake_timeout=options.handshake_timeout_s,
+        stall_timeout=options.stall_timeout_s,
+    )
+
+
+def raise_descriptor_limit(connections: int) -> int:
+    """Raise the soft limit of open files towards `connections`; returns how many sockets fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + SPARE_DESCRIPTORS
+    limit = soft
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit == resource.RLIM_INFINITY:
+        return connections
+    return min(connections, limit - SPARE_DESCRIPTORS)

@@ -1,0 +1,278 @@
+"""The daemon: listener, signals, the run, and an orderly end (C4, C80 to C84)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from syncer.actor import Actor
+from syncer.commands import Finish
+from syncer.coordinator import Coordinator
+from syncer.events import StopSignal
+from syncer.launch import (
+    Launched,
+    StartRefused,
+    coordinator_config,
+    launch,
+    raise_descriptor_limit,
+)
+from syncer.links import Link
+from syncer.logs import LOGGER
+from syncer.options import SyncerOptions, WorkerTimeouts
+from syncer.ready import ReadyFile
+from syncer.services import Services
+from syncer.workers import Workers, submit
+from wire import cli_support as cs
+from wire.accept import Acceptor, Newcomer
+from wire.errors import ErrorCode, ProtocolError
+from wire.frames import PROTOCOL_VERSION
+from wire.group import Timeouts
+from wire.limits import check_limits_fit
+from wire.loop import new_event_loop
+from wire.messages import Hello, decode_hello
+from wire.security import is_loopback
+
+INLINE_HELLO = 64 * 1024
+"""Bytes; a larger HELLO is read in a thread."""
+CLOSE_SECONDS = 2.0
+"""Longest wait for groups that are being closed with an ERROR (W38 lingers 1 s)."""
+
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def run(
+    options: SyncerOptions, timeouts: WorkerTimeouts, loop_factory: LoopFactory = new_event_loop
+) -> int:
+    """One run of the syncer, from the lock to the exit code (C84)."""
+    for text in options.warnings:
+        LOGGER.warning("%s", text)
+    if not is_loopback(options.host):
+        LOGGER.warning(
+            "--host %s is not a loopback address: whoever reaches it may join", options.host
+        )
+    try:
+        launched = launch(options, timeouts)
+        with launched.cleanup, asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(serve(launched))
+    except StartRefused as error:
+        LOGGER.error("%s", error)
+        return 2
+
+
+async def serve(launched: Launched) -> int:
+    """Listen, run until the core says `Finish`, close everything.
+
+    Raises:
+        StartRefused: the address can't be bound, or the ready file can't be written.
+    """
+    loop = asyncio.get_running_loop()
+    options = launched.options
+    workers = Workers()
+    services = Services(
+        store=launched.store,
+        svd=launched.svd,
+        drain_svd=launched.drain_svd,
+        write_final_state=launched.write_final_state,
+        tape=launched.tape,
+    )
+    core = Coordinator(coordinator_config(options), launched.resumed)
+    actor = Actor(core, services, workers, loop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, actor.post, StopSignal())
+    acceptor = _acceptor(options, actor, workers)
+    try:
+        host, port = await _listen(acceptor, options)
+        try:
+            with _ready_file(options, host, port, launched.profile):
+                _announce(launched, host, port)
+                _record_resume(launched, actor)
+                return await _until_finished(actor, acceptor)
+        finally:
+            acceptor.close()
+    finally:
+        workers.shutdown()
+
+
+def _acceptor(options: SyncerOptions, actor: Actor, workers: Workers) -> Acceptor:
+    connections = raise_descriptor_limit(options.max_connections)
+    if connections < options.max_connections:
+        LOGGER.warning(
+            "this system allows %d sockets, fewer than --max-connections %d",
+            connections,
+            options.max_connections,
+        )
+    return Acceptor(
+        Door(actor, options.learners, workers),
+        learners=options.learners,
+        executor=workers.wire,
+        timeouts=Timeouts(
+            handshake=options.handshake_timeout_s,
+            heartbeat=options.heartbeat_timeout_s,
+            stall=options.stall_timeout_s,
+        ),
+        max_connections=max(1, connections),
+        report_bad_budget=options.learner_budget_steps is not None,
+    )
+
+
+async def _listen(acceptor: Acceptor, options: SyncerOptions) -> tuple[str, int]:
+    try:
+        return await acceptor.listen(options.host, options.port)
+    except OSError as error:
+        where = f"{options.host} port {options.port}"
+        if error.errno == errno.EADDRINUSE:
+            text = f"{where} is in use: stop who listens there, or give another --port"
+        elif isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            text = f"--host {options.host} is no address of this machine: {error.strerror}"
+        elif error.errno == errno.EACCES:
+            text = f"{where} needs more rights: give a --port of 1024 or more"
+        else:
+            text = f"can't listen on {where}: {error}"
+        raise StartRefused(text) from error
+
+
+@contextlib.contextmanager
+def _ready_file(options: SyncerOptions, host: str, port: int, profile: bytes) -> Iterator[None]:
+    if options.ready_file is None:
+        yield
+        return
+    ready = ReadyFile(options.ready_file)
+    try:
+        ready.write(host, port, profile)
+    except OSError as error:
+        raise StartRefused(
+            f"--ready-file {options.ready_file} can't be written: {error.strerror}"
+        ) from error
+    try:
+        yield
+    finally:
+        ready.remove()
+
+
+def _announce(launched: Launched, host: str, port: int) -> None:
+    options = launched.options
+    resumed = launched.resumed
+    cs.log_event(
+        LOGGER,
+        logging.INFO,
+        "listening",
+        f"listening on {host} port {port}, quorum {options.quorum} of {options.learners} ids, "
+        f"checkpoint {options.checkpoint_path}, semantic_profile_sha256={launched.profile.hex()}",
+        host=host,
+        port=port,
+        semantic_profile_sha256=launched.profile.hex(),
+    )
+    if resumed is not None:
+        cs.log_event(
+            LOGGER,
+            logging.INFO,
+            "resuming",
+            f"resuming step {resumed.global_step} of {options.checkpoint_path} "
+            f"({'verified' if resumed.verified else 'unverified'}) with outer lr "
+            f"{options.outer_lr_by_fragment or options.outer_lr}, momentum "
+            f"{options.outer_momentum}, correction {options.delta_correction}",
+            step=resumed.global_step,
+            verified=resumed.verified,
+        )
+
+
+def _record_resume(launched: Launched, actor: Actor) -> None:
+    """C43: says which rounds the tape has lost, if any."""
+    if launched.resumed is not None:
+        actor.record(
+            {
+                "event": "resume",
+                "protocol_version": PROTOCOL_VERSION,
+                "checkpoint_step": launched.resumed.global_step,
+                "tape_step": launched.tape_step,
+            }
+        )
+
+
+async def _until_finished(actor: Actor, acceptor: Acceptor) -> int:
+    finish = await actor.finished
+    acceptor.close()
+    await _close_groups(list(actor.links.values()), finish)
+    code, reason = finish.code, finish.reason
+    try:
+        await actor.settle()
+    except (OSError, ValueError) as error:  # the last records of the tape (C35)
+        code, reason = code or 1, reason or f"the event tape can't be written: {error}"
+    if code:
+        LOGGER.error("%s", reason)
+    return code
+
+
+async def _close_groups(links: list[Link], finish: Finish) -> None:
+    """Let what is queued out, or say why it ends; then close (C65, C82, C83)."""
+    if finish.error is None and finish.flush_seconds > 0 and links:
+        flushing = [asyncio.ensure_future(link.group.finish()) for link in links]
+        await asyncio.wait(flushing, timeout=finish.flush_seconds)
+        for task in flushing:
+            task.cancel()
+    for link in links:
+        link.close(finish.error)
+    closing = [asyncio.ensure_future(link.group.wait_closed()) for link in links]
+    if closing:
+        _, late = await asyncio.wait(closing, timeout=CLOSE_SECONDS)
+        for task in late:
+            task.cancel()
+
+
+class Door:
+    """Reads HELLOs (steps 1 to 9 of W12) and hands them to the actor."""
+
+    def __init__(self, actor: Actor, learners: int, workers: Workers) -> None:
+        self._actor = actor
+        self._learners = learners
+        self._workers = workers
+
+    def on_hello(self, newcomer: Newcomer, payload: memoryview) -> None:
+        """A complete HELLO payload came; a large one is read in a thread."""
+        if len(payload) > INLINE_HELLO:
+            submit(
+                asyncio.get_running_loop(),
+                self._workers.hello,
+                partial(read_hello, payload, self._learners),
+                partial(self._read, newcomer),
+            )
+            return
+        future: Future[Hello] = Future()
+        try:
+            future.set_result(read_hello(payload, self._learners))
+        except ProtocolError as error:
+            future.set_exception(error)
+        self._read(newcomer, future)
+
+    def _read(self, newcomer: Newcomer, future: Future[Hello]) -> None:
+        error = future.exception()
+        if newcomer.gone:
+            return
+        if error is None:
+            self._actor.hello(newcomer, future.result())
+        elif isinstance(error, ProtocolError):
+            self._actor.refuse(newcomer, error, None)
+        elif isinstance(error, MemoryError):
+            refusal = ProtocolError(ErrorCode.OUT_OF_MEMORY, "no memory to read this HELLO")
+            self._actor.refuse(newcomer, refusal, None)
+        else:
+            raise error
+
+
+def read_hello(payload: memoryview, learners: int) -> Hello:
+    """Decode a HELLO payload and apply steps 1 to 9 of W12.
+
+    Raises:
+        ProtocolError: with the code of the first failing step.
+    """
+    hello = decode_hello(payload, learners)
+    check_limits_fit(hello.layout, hello.dtype)
+    return hello
