@@ -1,0 +1,113 @@
+"""Error feedback (L29)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.feedback import Feedback
+from wire.dtypes import DType
+from wire.tensors import NonFiniteValues, decode, encode
+
+
+def delta(seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(600, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def push(feedback: Feedback, step: int, values: Tensor) -> bytes:
+    payload = bytes(feedback.encode(0, step, values.clone()))
+    feedback.sent(0, step)
+    return payload
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.Q4])
+def test_what_was_lost_rides_along(dtype: DType) -> None:
+    """PUSH = enc(d + r); r' = (d + r) - dec(payload); r := (1-α)·r' once its round is applied."""
+    feedback = Feedback(1, dtype, 0.25, enabled=True)
+    first, second = delta(1), delta(2)
+    payload = push(feedback, 5, first)
+    assert payload == bytes(encode(first, dtype))
+    feedback.applied(0, 5)
+    carried = (first - decode(payload, dtype, 600)) * torch.tensor(0.75)
+    assert push(feedback, 6, second) == bytes(encode(second + carried, dtype))
+
+
+def test_a_discarded_push_has_no_effect() -> None:
+    """A new attempt starts again from d and r."""
+    feedback = Feedback(1, DType.Q4, 0.5, enabled=True)
+    assert push(feedback, 5, delta(1)) == push(feedback, 5, delta(1))
+
+
+def test_r_stays_when_another_round_was_applied() -> None:
+    feedback = Feedback(1, DType.Q4, 0.5, enabled=True)
+    push(feedback, 5, delta(1))
+    feedback.applied(0, 4)
+    assert feedback.carried_norm(0) == 0
+    feedback.applied(0, 5)
+    kept = feedback.carried_norm(0)
+    assert kept > 0
+    push(feedback, 7, delta(2))
+    feedback.applied(0, 6)
+    assert feedback.carried_norm(0) == kept
+
+
+def test_a_push_that_never_left_is_no_push() -> None:
+    """L12: dropped with its group."""
+    feedback = Feedback(1, DType.Q4, 0.5, enabled=True)
+    feedback.encode(0, 5, delta(1))
+    feedback.applied(0, 5)
+    assert feedback.carried_norm(0) == 0
+
+
+def test_r_is_dropped_when_it_outgrows_the_delta() -> None:
+    feedback = Feedback(1, DType.Q4, 0.5, enabled=True)
+    push(feedback, 5, delta(1))
+    feedback.applied(0, 5)
+    small = delta(2, 1e-6)
+    assert push(feedback, 6, small) == bytes(encode(small, DType.Q4))
+    assert feedback.carried_norm(0) == 0
+
+
+def test_rollback_forgets() -> None:
+    feedback = Feedback(1, DType.BF16, 0.5, enabled=True)
+    push(feedback, 5, delta(1))
+    feedback.applied(0, 5)
+    feedback.reset()
+    assert feedback.carried_norm(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "enabled"), [(DType.F32, True), (DType.BF16, False), (DType.Q4, False)]
+)
+def test_off_is_plain_encoding(dtype: DType, enabled: bool) -> None:
+    feedback = Feedback(1, dtype, 0.5, enabled=enabled)
+    for step in (1, 2):
+        assert push(feedback, step, delta(step)) == bytes(encode(delta(step), dtype))
+        feedback.applied(0, step)
+    assert feedback.carried_norm(0) == 0
+
+
+def test_bad_values_are_refused() -> None:
+    """L27."""
+    feedback = Feedback(1, DType.Q4, 0.5, enabled=True)
+    bad = delta(1)
+    bad[17] = float("inf")
+    with pytest.raises(NonFiniteValues):
+        feedback.encode(0, 1, bad)
+
+
+def test_the_sum_of_what_is_sent_follows_the_sum_of_what_is_meant() -> None:
+    """With α = 0 nothing is lost for good: after n pushes only the last rounding is missing."""
+    feedback = Feedback(1, DType.Q4, 0.0, enabled=True)
+    meant = torch.zeros(600, dtype=torch.float64)
+    got = torch.zeros(600, dtype=torch.float64)
+    plain = torch.zeros(600, dtype=torch.float64)
+    drift = delta(99, 0.3)
+    for step in range(1, 30):
+        values = delta(step) + drift
+        meant += values
+        plain += decode(encode(values, DType.Q4), DType.Q4, 600)
+        got += decode(push(feedback, step, values), DType.Q4, 600)
+        feedback.applied(0, step)
+    assert (got - meant).norm() < 0.6 * (plain - meant).norm()
