@@ -76,10 +76,14 @@ Event = Received | Progress | BadBudget
 
 
 class FirstFrame:
-    """Reads exactly the first frame of a socket and not one byte more (W7, W14)."""
+    """Reads exactly the first frame of a socket and not one byte more (W7, W14).
+
+    Attributes:
+        header: its first 13 bytes, as far as they have come.
+    """
 
     def __init__(self) -> None:
-        self._header = bytearray(FRAME_BYTES)
+        self.header = bytearray(FRAME_BYTES)
         self._body = bytearray()
         self._filled = 0
         self._kind: MessageType | None = None
@@ -88,7 +92,7 @@ class FirstFrame:
     def get_buffer(self) -> memoryview:
         """Where the next bytes go."""
         if self._kind is None:
-            return memoryview(self._header)[self._filled :]
+            return memoryview(self.header)[self._filled :]
         if self._filled == len(self._body):
             # Memory grows with what has come: a header alone takes nothing (W6).
             grown = max(_FIRST_GROWTH, 2 * self._filled)
@@ -107,7 +111,7 @@ class FirstFrame:
         if self._kind is None:
             if self._filled < FRAME_BYTES:
                 return False
-            self._kind, self._length = _first_header(self._header)
+            self._kind, self._length = _first_header(self.header)
             self._filled = 0
         return self._filled == self._length
 

@@ -1,0 +1,266 @@
+"""The asyncio shell around one socket's protocol core (house.md, W4, W38, W47).
+
+A `BufferedProtocol`: the transport reads straight into the buffer that the core names, which for a
+bulk slice is its final place in the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from wire.connection import Core
+from wire.errors import ProtocolError
+from wire.messages import Buffer
+
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_COUNT = 6
+NOTSENT_LOWAT = 256 * 1024
+"""Unsent bytes that the kernel takes of the control socket, so that PULLs stay withdrawable."""
+
+
+class StreamOwner(Protocol):
+    """Who is told what happens on a stream: a newcomer before its first frame, then a group."""
+
+    def on_connected(self, stream: Stream) -> None:
+        """The transport is there."""
+
+    def on_bytes(self, stream: Stream) -> None:
+        """The core may have events."""
+
+    def on_fault(self, stream: Stream, error: ProtocolError) -> None:
+        """The core refused what came; reading is paused."""
+
+    def on_drained(self, stream: Stream) -> None:
+        """All that was written is in the kernel."""
+
+    def on_ended(self, stream: Stream, error: Exception | None) -> None:
+        """EOF (None), or the connection is lost. May be called for both, in that order."""
+
+
+class Stream(asyncio.BufferedProtocol):
+    """One socket.
+
+    Attributes:
+        core: where arriving bytes go; replaced when the socket joins a group.
+        owner: likewise.
+        busy: something written is not in the kernel yet; nothing more should be written (W47).
+        bytes_in: bytes received.
+        bytes_out: bytes written.
+        last_read: loop time of the last byte received.
+        lost: the socket is closed.
+        peer: address and port of the other end.
+        progressed: loop time of the last write, or of the last time the kernel took something.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        owner: StreamOwner,
+        stall: float,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.owner = owner
+        self.busy = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.last_read = 0.0
+        self.progressed = 0.0
+        self.lost = False
+        self.peer = "?"
+        self._stall = stall
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._reading = True
+        self._unsent_before = 0
+        self._lingering = False
+        self._after_linger: Callable[[], None] | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+
+    # -- asyncio's side ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The socket is connected (and, under TLS, trusted)."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.set_write_buffer_limits(high=0)
+        self.last_read = self.progressed = self._loop.time()
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            with contextlib.suppress(OSError):  # reset while we set it up: the read will tell
+                _set_options(sock, self._stall)
+        name = transport.get_extra_info("peername")
+        if name:
+            self.peer = f"{name[0]}:{name[1]}"
+        self.owner.on_connected(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the transport reads to."""
+        return self.core.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """The transport has read."""
+        self.bytes_in += nbytes
+        self.last_read = self._loop.time()
+        try:
+            ready = self.core.buffer_updated(nbytes)
+        except ProtocolError as error:
+            self.pause_reading()
+            self.owner.on_fault(self, error)
+            return
+        if ready:
+            self.owner.on_bytes(self)
+
+    def eof_received(self) -> bool:
+        """The peer has finished sending; we decide when to close."""
+        self._ended(None)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is closed."""
+        self.lost = True
+        self.busy = False
+        if self._on_lost is not None:
+            self._on_lost()
+        self._ended(exc)
+
+    def pause_writing(self) -> None:
+        """The kernel did not take everything."""
+        self.busy = True
+        self.progressed = self._loop.time()
+        self._unsent_before = self.unsent
+
+    def resume_writing(self) -> None:
+        """The kernel has everything."""
+        self.busy = False
+        self.owner.on_drained(self)
+
+    # -- the owner's side --------------------------------------------------------------------
+
+    @property
+    def unsent(self) -> int:
+        """Bytes written that the kernel has not taken."""
+        transport = self._transport
+        return 0 if transport is None or self.lost else transport.get_write_buffer_size()
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The transport of a connected stream."""
+        if self._transport is None:
+            raise ValueError("the stream is not connected")
+        return self._transport
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Send bytes-like objects in order, without joining them; `busy` afterwards says more."""
+        if self.lost or self._transport is None or self._transport.is_closing():
+            return
+        for part in parts:
+            self.bytes_out += len(part)
+        self._transport.writelines(parts)
+
+    def stalled_for(self, now: float) -> float:
+        """Seconds since queued output last made progress; 0 when nothing is queued (W44)."""
+        unsent = self.unsent
+        if unsent != self._unsent_before or unsent == 0:
+            self._unsent_before = unsent
+            self.progressed = now
+        return now - self.progressed
+
+    def pause_reading(self) -> None:
+        """Leave what comes in the kernel."""
+        if self._reading:
+            self._reading = False
+            if self._transport is not None:
+                self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if not self._reading:
+            self._reading = True
+            self.last_read = self._loop.time()
+            if self._transport is not None:
+                self._transport.resume_reading()
+
+    def abort(self) -> None:
+        """Close at once; `on_ended` follows."""
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def linger(
+        self, last: Buffer, seconds: float, closed: Callable[[], None] | None = None
+    ) -> None:
+        """Send `last`, half-close, discard input until EOF or `seconds`, then close (W38).
+
+        `closed` is called when that has happened. The owner hears nothing more.
+        """
+        self.core = _Discard()
+        self._lingering = True
+        self._after_linger = closed
+        if self.lost or self._transport is None or self._transport.is_closing():
+            self._linger_over()
+            return
+        self._linger_timer = self._loop.call_later(seconds, self._linger_over)
+        if last:
+            self.write((last,))
+        with contextlib.suppress(OSError):  # the peer is gone already: the linger ends by itself
+            self._transport.write_eof()
+        self.resume_reading()
+
+    def _linger_over(self) -> None:
+        self.abort()
+        closed, self._after_linger = self._after_linger, None
+        if closed is not None:
+            closed()
+
+    def _ended(self, error: Exception | None) -> None:
+        if self._lingering:
+            self._linger_over()
+        else:
+            self.owner.on_ended(self, error)
+
+
+class _Discard:
+    """A core that throws away what comes."""
+
+    def __init__(self) -> None:
+        self._scratch = memoryview(bytearray(16 * 1024))
+
+    def get_buffer(self) -> memoryview:
+        """Always the same place."""
+        return self._scratch
+
+    def buffer_updated(self, count: int) -> bool:
+        """Nothing ever comes of it."""
+        return False
+
+
+def limit_unsent(stream: Stream) -> None:
+    """Make the kernel take little of the control socket's output in advance (W45)."""
+    sock = stream.transport.get_extra_info("socket")
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if sock is not None and option is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, NOTSENT_LOWAT)
+
+
+def _set_options(sock: socket.socket, stall: float) -> None:
+    """W4, as far as the system has the options."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    values = {
+        "TCP_KEEPIDLE": KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": KEEPALIVE_INTERVAL_S,
+        "TCP_KEEPCNT": KEEPALIVE_COUNT,
+        "TCP_USER_TIMEOUT": max(1, min(int(stall * 1000), 2**31 - 1)),
+    }
+    for name, value in values.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
