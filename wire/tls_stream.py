@@ -130,6 +130,11 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     Either `app.connection_lost` or `on_failure` is called, once, when the socket is gone: the
     owner of a limit on sockets counts from the making of this object to then (S13). A handshake
     timeout is the owner's; it calls `abort`.
+
+    Attributes:
+        address: the other end, for the log; "?" before there is a socket.
+        peer: the client's certificate, syncer only (S12).
+        problem: what ended the connection, if TLS did.
     """
 
     def __init__(
@@ -139,6 +144,7 @@ class TlsEndpoint(asyncio.BufferedProtocol):
         on_failure: Callable[[TlsProblem], None],
     ) -> None:
         self.app = app
+        self.address = "?"
         self.on_ready: Callable[[asyncio.Transport], None] | None = None
         self.peer: PeerCertificate | None = None
         self.problem: TlsProblem | None = None
@@ -160,6 +166,9 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake; the learner speaks first."""
         self.lower = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        name = transport.get_extra_info("peername")
+        if isinstance(name, tuple):  # a text for unix sockets
+            self.address = f"{name[0]}:{name[1]}"
         if self._door.role is Role.LEARNER:
             self._handshake()
 
@@ -291,6 +300,8 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     def _decrypt_once(self) -> bool:
         """Fill one buffer; True when there is nothing more to read now."""
         view = memoryview(self.app.get_buffer(-1)).cast("B")
+        if not view:
+            raise LocalError("the protocol above TLS offers an empty buffer")
         filled, ended, eof = 0, False, False
         try:
             while filled < len(view) and not eof:
