@@ -106,15 +106,15 @@ def connection() -> Seeds:
             owner = 16 if isinstance(message, InitParams) else 0
             start = bytes([mode | owner])
             yield f"{role}-{name}", start + _pieces(encode_frame(message), step=505)
-            slices = _chunked(message, 7, 48)
+            slices = _chunked(message, 7, 64)
             parts = [_pieces(piece, n % 3, 33) for n, piece in enumerate(reversed(slices))]
             yield f"{role}-{name}-striped", start + b"".join(parts)
-        stream = b"".join(map(encode_frame, messages))
+        stream = b"".join(encode_frame(one) for one in messages if not isinstance(one, InitParams))
         yield f"{role}-all", bytes([mode]) + _pieces(stream, step=9)
     yield "bad-budget", b"\x08" + _pieces(_frame(MessageType.BUDGET_DONE, bytes(7)))
-    half = _chunked(push, 9, 48)[0]
+    half = _chunked(push, 9, 64)[0]
     yield "twice-the-same-slice", b"\0" + _pieces(half) + _pieces(half, 1)
-    bf16 = _chunked(PushFragment(1, 1, 3, 1, 2, 40, 4, 4096, bytes(20)), 0, 40)
+    bf16 = _chunked(PushFragment(1, 1, 3, 1, 2, 40, 4, 4096, bytes(20)), 0, 64)
     yield (
         "bf16-interleaved",
         b"\2" + b"".join(_pieces(piece, n % 3) for n, piece in enumerate(bf16)),
