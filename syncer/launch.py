@@ -163,7 +163,6 @@ def coordinator_config(options: SyncerOptions) -> CoordinatorConfig:
         heloco=options.delta_correction == "heloco",
         equal_weights=options.learner_weight == "equal",
         iso_backend=options.profile.iso_backend,
-        iso_rank_cutoff=options.iso_rank_cutoff,
         max_base_lag=options.max_base_lag,
         handshake_timeout=options.handshake_timeout_s,
         stall_timeout=options.stall_timeout_s,
