@@ -1,45 +1,41 @@
-"""q4 E3M0: blocks of 256 values, an f32 scale and 4-bit codes (wire.md W53 to W55).
-
-Plain numpy on groups of blocks that stay in cache; every step releases the GIL.
-"""
+"""q4 E3M0: blocks of 256 values, an f32 scale and 4-bit codes (wire.md W53 to W55)."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wire.compiled import compiled
 from wire.dtypes import Q4_BLOCK, Q4_BLOCK_BYTES
 
 Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint32]
 Floats = NDArray[np.float32]
-
-GROUP = 256
-"""Blocks handled at a time: 64 Ki values."""
 
 THRESHOLDS = np.array(
     [0x3C3504F2, 0x3CB504F6, 0x3D3504F2, 0x3DB504F5, 0x3E3504F3, 0x3EB504F4, 0x3F3504F3], np.uint32
 ).view(np.float32)
 """Smallest f32 ratio |v| / scale of the levels 1 to 7 (table of W54)."""
 
-_POSITIVE = [0.0] + [2.0 ** (level - 7) for level in range(1, 8)]
-_NIBBLES = np.array(_POSITIVE + [-value for value in _POSITIVE], np.float32)
-_PAIRS = np.stack([np.tile(_NIBBLES, 16), np.repeat(_NIBBLES, 16)], axis=1).view(np.uint64)[:, 0]
-"""Both values of a byte, low nibble first (W53), as one 64-bit item: half the look-ups."""
+_T1, _T2, _T3, _T4, _T5, _T6, _T7 = THRESHOLDS
+_INFINITY = np.uint32(0x7F800000)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_SIGN = np.uint32(0x80000000)
 
 
-def encode(values: Floats) -> Bytes:
-    """q4 bytes of finite f32 values, shape (132 * ceil(n / 256),) (W53, W54)."""
+def encode(values: Floats) -> Bytes | None:
+    """q4 bytes of f32 values, 132 * ceil(n / 256) of them (W53, W54); None if one is not finite."""
     blocks = -(-len(values) // Q4_BLOCK)
     whole = len(values) // Q4_BLOCK
     table = np.empty((blocks, Q4_BLOCK_BYTES), np.uint8)
-    rows = values[: whole * Q4_BLOCK].reshape(whole, Q4_BLOCK)
-    for first in range(0, whole, GROUP):
-        _encode_blocks(rows[first : first + GROUP], table[first : first + GROUP])
+    scales = np.empty(blocks, np.uint32)
+    _encode_blocks(values[: whole * Q4_BLOCK], table[:whole, 4:], scales[:whole])
     if whole < blocks:
-        tail = np.zeros((1, Q4_BLOCK), np.float32)
-        tail[0, : len(values) - whole * Q4_BLOCK] = values[whole * Q4_BLOCK :]
-        _encode_blocks(tail, table[whole:])
-    return table.reshape(-1)
+        tail = np.zeros(Q4_BLOCK, np.float32)
+        tail[: len(values) - whole * Q4_BLOCK] = values[whole * Q4_BLOCK :]
+        _encode_blocks(tail, table[whole:, 4:], scales[whole:])
+    table[:, :4] = scales.astype("<u4").view(np.uint8).reshape(blocks, 4)
+    return table.reshape(-1) if (scales < _INFINITY).all() else None
 
 
 def decode_into(data: Bytes, first: int, out: Floats) -> None:
@@ -47,21 +43,15 @@ def decode_into(data: Bytes, first: int, out: Floats) -> None:
 
     `first` and the length need no alignment to blocks; codes past the end are ignored.
     """
-    table = data.reshape(-1, Q4_BLOCK_BYTES)
-    done = 0
-    while done < len(out):
-        block, skip = divmod(first + done, Q4_BLOCK)
-        whole = min((len(out) - done) // Q4_BLOCK, GROUP) if skip == 0 else 0
-        if whole:
-            target = out[done : done + whole * Q4_BLOCK]
-            _decode_blocks(table[block : block + whole], target)
-            done += whole * Q4_BLOCK
-        else:
-            count = min(Q4_BLOCK - skip, len(out) - done)
-            scratch = np.empty(Q4_BLOCK, np.float32)
-            _decode_blocks(table[block : block + 1], scratch)
-            out[done : done + count] = scratch[skip : skip + count]
-            done += count
+    begin, skip = divmod(first, Q4_BLOCK)
+    end = -(-(first + len(out)) // Q4_BLOCK)
+    table = data.reshape(-1, Q4_BLOCK_BYTES)[begin:end]
+    if skip == 0 and len(out) % Q4_BLOCK == 0:
+        _decode_blocks(table[:, 4:], _scales(table), out.view(np.uint32), out)
+    else:
+        values = np.empty(len(table) * Q4_BLOCK, np.float32)
+        _decode_blocks(table[:, 4:], _scales(table), values.view(np.uint32), values)
+        out[:] = values[skip : skip + len(out)]
 
 
 def scales_are_legal(data: Bytes) -> bool:
@@ -70,42 +60,58 @@ def scales_are_legal(data: Bytes) -> bool:
     return bool(((scales >= 0) & (scales < np.inf)).all())
 
 
-def _encode_blocks(values: Floats, out: Bytes) -> None:
-    magnitude = np.abs(values)
-    scale = magnitude.max(axis=1, keepdims=True)
-    out[:, :4] = scale.view(np.uint8)
-    ratio = np.divide(magnitude, np.where(scale > 0, scale, np.float32(1)), out=magnitude)
-    level = np.zeros(values.shape, np.uint8)
-    reached = np.empty(values.shape, np.bool_)
-    for threshold in THRESHOLDS:
-        level += np.greater_equal(ratio, threshold, out=reached).view(np.uint8)
-    np.less(values, 0, out=reached)
-    reached &= level > 0
-    level |= reached.view(np.uint8) << 3
-    pairs = level.view("<u2")
-    np.copyto(out[:, 4:], pairs | pairs >> 4, casting="unsafe")
-
-
-def _decode_blocks(table: Bytes, out: Floats) -> None:
-    rows = out.reshape(len(table), Q4_BLOCK)
-    codes = rows.view(np.uint64)
-    if not codes.flags.aligned:
-        codes = np.empty_like(codes)
-    # An out argument and "clip" keep numpy from taking a second buffer.
-    np.take(_PAIRS, table[:, 4:], out=codes, mode="clip")
-    scales = _scales(table)[:, None]
-    signs = codes.view(np.float32)
-    np.multiply(signs, scales, out=rows)
-    negative_zero = np.signbit(scales[:, 0])
-    if negative_zero.any():
-        _decode_negative_zero(table, rows, negative_zero)
-
-
-def _decode_negative_zero(table: Bytes, rows: Floats, which: NDArray[np.bool_]) -> None:
-    """Blocks of scale -0.0: codes of level 0 keep their own sign (W55)."""
-    codes = _PAIRS[table[which, 4:]].view(np.float32)
-    rows[which] = np.where(codes == 0, codes, codes * np.float32(-0.0))
-
-
 def _scales(table: Bytes) -> Floats:
     return np.ascontiguousarray(table[:, :4]).view("<f4")[:, 0]
+
+
+@compiled
+def _encode_blocks(values: Floats, codes: Bytes, scales: Words) -> None:
+    """Codes and scale bits of whole blocks; a scale is at least infinity if a value is not finite.
+
+    Magnitudes are compared as integers, which orders NaN above all numbers.
+    """
+    nibbles = np.empty(Q4_BLOCK, np.uint8)
+    pairs = nibbles.view(np.uint16)
+    for block in range(len(scales)):
+        part = values[block * Q4_BLOCK : (block + 1) * Q4_BLOCK]
+        bits = part.view(np.uint32)
+        largest = np.uint32(0)
+        for i in range(Q4_BLOCK):
+            largest = max(largest, bits[i] & _MAGNITUDE)
+        scales[block] = largest
+        scale = scales[block : block + 1].view(np.float32)[0]
+        divisor = scale if largest > 0 else np.float32(1)
+        for i in range(Q4_BLOCK):
+            ratio = abs(part[i]) / divisor
+            level = (
+                np.uint32(ratio >= _T1)
+                + np.uint32(ratio >= _T2)
+                + np.uint32(ratio >= _T3)
+                + np.uint32(ratio >= _T4)
+                + np.uint32(ratio >= _T5)
+                + np.uint32(ratio >= _T6)
+                + np.uint32(ratio >= _T7)
+            )
+            sign = (bits[i] & _SIGN) >> np.uint32(28)
+            nibbles[i] = np.uint8(level | (sign if level > 0 else np.uint32(0)))
+        for i in range(Q4_BLOCK // 2):
+            codes[block, i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
+
+
+@compiled
+def _decode_blocks(codes: Bytes, scales: Floats, bits: Words, out: Floats) -> None:
+    """Values of whole blocks; `bits` is the same memory as `out`."""
+    for block in range(len(scales)):
+        first = block * Q4_BLOCK
+        scale = abs(scales[block])
+        for i in range(Q4_BLOCK // 2):
+            code = np.uint32(codes[block, i])
+            low = code & np.uint32(7)
+            high = (code >> np.uint32(4)) & np.uint32(7)
+            # 2^(level - 7) has the exponent field level + 120.
+            low = (low + np.uint32(120)) << np.uint32(23) if low > 0 else np.uint32(0)
+            high = (high + np.uint32(120)) << np.uint32(23) if high > 0 else np.uint32(0)
+            bits[first + 2 * i] = low | ((code << np.uint32(28)) & _SIGN)
+            bits[first + 2 * i + 1] = high | ((code << np.uint32(24)) & _SIGN)
+        for i in range(first, first + Q4_BLOCK):
+            out[i] *= scale

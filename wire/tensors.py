@@ -1,7 +1,8 @@
 """Tensor codecs: f32, bf16 and q4 bytes <-> f32 tensors (wire.md section 12).
 
-Tensors are one-dimensional, contiguous, f32, on the CPU. Everything is numpy on blocks that stay in
-cache: it releases the GIL, needs no temporary of full size, and starts no threads of its own.
+Tensors are one-dimensional, contiguous, f32, on the CPU. Everything here releases the GIL, needs no
+temporary of full size and starts no threads of its own. Scans are plain numpy: they may run on an
+event loop, which must not wait for a compiler.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wire import q4
+from wire.compiled import compiled
 from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Buffer
@@ -42,14 +44,19 @@ def encode(values: Tensor, dtype: DType) -> memoryview:
     Raises:
         NonFiniteValues: NaN, infinity, or a magnitude that rounds to infinity in bf16.
     """
-    if not representable(values, dtype):
-        raise NonFiniteValues(f"a value is not finite in {dtype.label}")
     array = values.detach().numpy()
-    if dtype is DType.F32:
-        return array.view(np.uint8).data
-    if dtype is DType.BF16:
-        return _encode_bf16(array).view(np.uint8).data
-    return q4.encode(array).data
+    data: NDArray[Any] | None
+    if dtype is DType.Q4:
+        data = q4.encode(array)
+    elif dtype is DType.BF16:
+        data = np.empty(len(array), np.uint16)
+        if not _narrow(array.view(np.uint32), data):
+            data = None
+    else:
+        data = array if representable(values, dtype) else None
+    if data is None:
+        raise NonFiniteValues(f"a value is not finite in {dtype.label}")
+    return data.view(np.uint8).data
 
 
 def decode(data: Buffer, dtype: DType, numel: int, *, copy: bool = True) -> Tensor:
@@ -96,7 +103,7 @@ def decode_into(data: Buffer, dtype: DType, first: int, out: NDArray[np.float32]
         q4.decode_into(np.frombuffer(data, np.uint8), first, out)
     elif dtype is DType.BF16:
         halves = np.frombuffer(data, np.uint16, len(out), 2 * first)
-        np.left_shift(halves, 16, out=out.view(np.uint32), dtype=np.uint32)
+        _widen(halves, out.view(np.uint32))
     else:
         np.copyto(out, np.frombuffer(data, np.float32, len(out), 4 * first))
 
@@ -135,16 +142,20 @@ def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     return all(bool((block & mask).max() < limit) for block in blocks)
 
 
-def _encode_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The high halves, rounded to nearest, ties to even (W52)."""
-    bits = values.view(np.uint32)
-    out = np.empty(len(bits), np.uint16)
-    for at in range(0, len(bits), BLOCK):
-        block = bits[at : at + BLOCK]
-        rounded = block >> 16
-        rounded &= 1
-        rounded += block
-        rounded += np.uint32(0x7FFF)
-        rounded >>= 16
-        np.copyto(out[at : at + BLOCK], rounded, casting="unsafe")
-    return out
+@compiled
+def _narrow(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> bool:
+    """bf16 of f32 bits, to nearest, ties to even; whether all stay finite (W52)."""
+    largest = np.uint32(0)
+    for i in range(len(bits)):
+        value = bits[i]
+        largest = max(largest, value & np.uint32(0x7FFFFFFF))
+        tie = (value >> np.uint32(16)) & np.uint32(1)
+        out[i] = np.uint16((value + np.uint32(0x7FFF) + tie) >> np.uint32(16))
+    return bool(largest < _BF16_OVERFLOW)
+
+
+@compiled
+def _widen(halves: NDArray[np.uint16], out: NDArray[np.uint32]) -> None:
+    """f32 bits of bf16 (W52)."""
+    for i in range(len(out)):
+        out[i] = np.uint32(halves[i]) << np.uint32(16)

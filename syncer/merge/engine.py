@@ -26,6 +26,7 @@ from syncer.merge.scaling import ONE, Coefficient, plain, safe, single
 from syncer.merge.weights import learner_weight
 from wire.dtypes import DType
 from wire.layout import MergeMode
+from wire.messages import Buffer
 from wire.tensors import BF16_OVERFLOW, decode_into, empty
 
 SMALLEST_DIRECTION = 1e-12
@@ -77,6 +78,8 @@ class Term:
 
 Terms = dict[int, list[Term]]
 """The terms of each tensor of a group."""
+Weighted = list[tuple[Term, Coefficient]]
+"""Terms of one tensor with their coefficients."""
 
 
 class FragmentMerge:
@@ -99,6 +102,7 @@ class FragmentMerge:
         self._workers = workers
         self._params: Floats = job.params.numpy()
         self._momentum: Floats = job.momentum.numpy()
+        self._sources = [_plain_floats(response.payload, job.dtype) for response in job.responses]
         self._lr = single(job.settings.lr)
         self._mu = single(job.settings.momentum)
         self._limit = BF16_OVERFLOW if job.dtype.bulk is DType.BF16 else np.float32(np.inf)
@@ -143,8 +147,10 @@ class FragmentMerge:
     def _merge_average(self, group: Sequence[Block], terms: Terms) -> list[float]:
         """avg (N7) and the outer step in one pass; squares of the gradient by block."""
 
+        shares = self._plain_shares(terms)
+
         def work(block: Block, scratch: Floats) -> float:
-            self._average(block, terms[block.tensor], scratch)
+            self._accumulate(block, shares[block.tensor], scratch)
             return self._step(block, ONE)
 
         return self._workers.run(work, group)
@@ -152,14 +158,16 @@ class FragmentMerge:
     def _merge_isotropic(self, group: Sequence[Block], terms: Terms) -> list[float]:
         """The average of iso (N12), before its SVD; its squares by block."""
 
+        shares = self._plain_shares(terms)
+
         def work(block: Block, scratch: Floats) -> float:
-            return kernels.sum_of_squares(self._average(block, terms[block.tensor], scratch))
+            return kernels.sum_of_squares(self._accumulate(block, shares[block.tensor], scratch))
 
         return self._workers.run(work, group)
 
     def _merge_radial(self, group: Sequence[Block], terms: Terms) -> list[float]:
         """rda (N8 to N11) and the outer step; squares of the gradient by block."""
-        directions = {
+        directions: dict[int, Weighted] = {
             tensor: [
                 (term, safe(self._share(term) / term.norm)) for term in of_tensor if term.norm != 0
             ]
@@ -170,6 +178,7 @@ class FragmentMerge:
             out = self._accumulate(block, directions[block.tensor], scratch)
             return (kernels.sum_of_squares(out),)
 
+        shares = self._plain_shares(terms)
         factors: dict[int, Coefficient] = {}
         for tensor, (squares,) in _by_tensor(group, self._workers.run(direct, group)).items():
             length = sqrt(squares)
@@ -180,7 +189,7 @@ class FragmentMerge:
         def finish(block: Block, scratch: Floats) -> float:
             factor = factors.get(block.tensor)
             if factor is None:
-                self._average(block, terms[block.tensor], scratch)
+                self._accumulate(block, shares[block.tensor], scratch)
             return self._step(block, factor or ONE)
 
         return self._workers.run(finish, group)
@@ -265,15 +274,14 @@ class FragmentMerge:
         )
         return squares if legal else inf
 
-    def _average(self, block: Block, terms: Sequence[Term], scratch: Floats) -> Floats:
-        """Weighted mean of one block (N7), written to `delta`."""
-        return self._accumulate(
-            block, [(term, plain(self._share(term))) for term in terms], scratch
-        )
+    def _plain_shares(self, terms: Terms) -> dict[int, Weighted]:
+        """The coefficients of avg (N7)."""
+        return {
+            tensor: [(term, plain(self._share(term))) for term in of_tensor]
+            for tensor, of_tensor in terms.items()
+        }
 
-    def _accumulate(
-        self, block: Block, terms: Sequence[tuple[Term, Coefficient]], scratch: Floats
-    ) -> Floats:
+    def _accumulate(self, block: Block, terms: Weighted, scratch: Floats) -> Floats:
         """Sum of coefficient times corrected gradient of one block, written to `delta`."""
         out = self.delta[block.span]
         out.fill(0)
@@ -282,7 +290,10 @@ class FragmentMerge:
         return out
 
     def _load(self, block: Block, term: Term, scratch: Floats) -> Floats:
-        """One block of a learner delta, corrected, in `scratch`."""
+        """One block of a learner delta, corrected; in `scratch` unless it is there as f32."""
+        source = self._sources[term.response]
+        if source is not None and term.correction is None:
+            return source[block.span]
         payload = self._job.responses[term.response].payload
         decode_into(payload, self._job.dtype, block.first, scratch)
         if term.correction is not None:
@@ -292,6 +303,14 @@ class FragmentMerge:
     def _share(self, term: Term) -> float:
         """w / W, and 0 for all when W is 0 (N6)."""
         return self._weights[term.response] / self._total if self._total else 0.0
+
+
+def _plain_floats(payload: Buffer, dtype: DType) -> Floats | None:
+    """An f32 payload as an array in place, if the compiled loops can take it as it lies."""
+    if dtype is not DType.F32:
+        return None
+    array = np.frombuffer(payload, np.float32)
+    return array if array.flags.behaved else None
 
 
 def _by_tensor(

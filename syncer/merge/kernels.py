@@ -1,8 +1,5 @@
 """Compiled loops of the merge over one block of f32 values (numerics.md N1, N3).
 
-numba without fastmath keeps every f32 operation single-rounded, in the order written, and never
-contracts a product and a sum into a fused multiply-add (N1). All kernels release the GIL.
-
 Sums in f64 run over `LANES` partial sums, lane i taking the elements i, i + LANES, i + 2 LANES, …;
 the lanes are then added left to right. That order depends on the length alone (N3), and lets the
 compiler use vector registers without re-associating anything.
@@ -10,28 +7,18 @@ compiler use vector registers without re-associating anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from wire.compiled import compiled
+
 LANES = 64
+INFINITY = np.float32(np.inf)
 
 Floats = NDArray[np.float32]
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
-def _compiled(function: Function) -> Function:
-    """Compile on first use; keep the machine code beside the source or in the user's cache."""
-    try:
-        return cast(Function, njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # neither place can be written: compile in each process
-        return cast(Function, njit(nogil=True)(function))
-
-
-@_compiled
+@compiled
 def sum_of_squares(x: Floats) -> float:
     """f64 sum of x_i^2."""
     lanes = np.zeros(LANES)
@@ -49,7 +36,7 @@ def sum_of_squares(x: Floats) -> float:
     return total
 
 
-@_compiled
+@compiled
 def dot(x: Floats, y: Floats) -> float:
     """f64 sum of x_i * y_i."""
     lanes = np.zeros(LANES)
@@ -65,35 +52,35 @@ def dot(x: Floats, y: Floats) -> float:
     return total
 
 
-@_compiled
+@compiled
 def subtract_scaled(out: Floats, factor: np.float32, x: Floats) -> None:
     """out -= factor * x, one f32 product and one f32 difference (N7, N9)."""
     for i in range(len(out)):
         out[i] -= factor * x[i]
 
 
-@_compiled
+@compiled
 def subtract_scaled_wide(out: Floats, factor: float, x: Floats) -> None:
     """out -= f32(factor * x), the product in f64 (N10)."""
     for i in range(len(out)):
         out[i] -= np.float32(factor * np.float64(x[i]))
 
 
-@_compiled
+@compiled
 def scale(x: Floats, factor: np.float32) -> None:
     """x *= factor."""
     for i in range(len(x)):
         x[i] *= factor
 
 
-@_compiled
+@compiled
 def scale_wide(x: Floats, factor: float) -> None:
     """x = f32(factor * x), the product in f64 (N10)."""
     for i in range(len(x)):
         x[i] = np.float32(factor * np.float64(x[i]))
 
 
-@_compiled
+@compiled
 def rotate(x: Floats, momentum: Floats, own: float, other: float, factor: np.float32) -> None:
     """x = f32(own * x - other * momentum) * factor, the sum in f64 (N15, 0 <= c < c_ok)."""
     for i in range(len(x)):
@@ -101,7 +88,7 @@ def rotate(x: Floats, momentum: Floats, own: float, other: float, factor: np.flo
         x[i] = np.float32(turned) * factor
 
 
-@_compiled
+@compiled
 def outer_step(  # noqa: PLR0917  compiled functions take no keywords
     delta: Floats,
     buffer: Floats,
@@ -116,13 +103,13 @@ def outer_step(  # noqa: PLR0917  compiled functions take no keywords
     Returns:
         Whether the new momentum is finite and each new parameter is below `limit` (N23).
     """
-    bad = np.int32(0)
+    bad = False
     for i in range(len(delta)):
         new_buffer = mu * buffer[i] + delta[i]
         step = lr * (delta[i] + mu * new_buffer)
         new_param = params[i] - step
-        bad |= np.int32(not (abs(new_buffer) < np.float32(np.inf)))
-        bad |= np.int32(not (abs(new_param) < limit))
+        bad |= not (abs(new_buffer) < INFINITY)
+        bad |= not (abs(new_param) < limit)
         delta[i] = new_buffer
         new_params[i] = new_param
-    return bool(bad == 0)
+    return not bad

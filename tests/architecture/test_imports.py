@@ -28,18 +28,22 @@ MAY_IMPORT_ROOMS = {
 
 # room -> the libraries it may import beside the standard library
 MAY_IMPORT_LIBRARIES = {
-    "wire": {"numpy", "torch", "uvloop", "cryptography", "click"},
+    "wire": {"numpy", "numba", "torch", "uvloop", "cryptography", "click"},
     "checkpoint": {"numpy", "torch", "safetensors", "click", "rich"},
-    "syncer": {"numpy", "torch", "numba", "safetensors", "click", "rich", "uvloop"},
+    "syncer": {"numpy", "torch", "safetensors", "click", "rich", "uvloop"},
     "learner": {"numpy", "torch", "safetensors", "msgpack", "click", "rich", "uvloop"},
 }
 
 # In wire these libraries are for these modules only.
 ONLY_IN = {
-    "torch": {"wire.tensors", "wire.q4"},
+    "torch": {"wire.tensors"},
+    "numba": {"wire.compiled"},
     "click": {"wire.cli_support"},
     "cryptography": {"wire.authority", "wire.tls"},
 }
+
+# The modules of `yeto-learner`; the rest of the learner does not know what is trained.
+COMMAND = ("learner.cli", "learner.options", "learner.progress")
 
 PURE = {
     "wire.errors",
@@ -113,7 +117,7 @@ def problems_of(name: str) -> Iterator[str]:
             if room == "checkpoint" and top == "wire" and target not in PURE | {"wire.cli_support"}:
                 yield f"{where}: checkpoint may use the pure modules of wire only"
             if target.startswith("learner.tasks") and not name.startswith(
-                ("learner.tasks", "learner.cli", "benchmarks.")
+                ("learner.tasks", *COMMAND, "benchmarks.")
             ):
                 yield f"{where}: only the command knows the tasks"
         elif top not in sys.stdlib_module_names and room != "benchmarks":
