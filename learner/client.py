@@ -24,7 +24,7 @@ from learner.config import Address
 from learner.errors import BudgetFailed, ConnectTimeout, LearnerError, NonFiniteParameters
 from learner.events import LinkDown, LinkUp, PushSent
 from learner.feedback import Feedback
-from learner.link import Link
+from learner.link import Link, transport_error
 from learner.session import Answer, Mode
 from learner.shared import Shared
 from wire.dial import dial
@@ -316,12 +316,10 @@ class NetworkClient:
                 server_name=self._transport.server_name,
                 seal=self._transport.seal,
             )
-        except ssl.SSLCertVerificationError as error:
-            raise LearnerError(f"the syncer's certificate is refused: {error}") from error
-        except OSError:
-            fatal = link.early_error()
+        except OSError as error:
+            fatal = link.early_error() or transport_error(error)
             if fatal is not None:
-                raise fatal from None
+                raise fatal from error
             raise
         return link, group
 

@@ -43,6 +43,10 @@ class ProtocolFault(LearnerError):
     """The syncer sent what the protocol forbids: fatal, never retried (L13, W40)."""
 
 
+class TransportRefused(LearnerError):
+    """TLS ended the connection for a reason that a redial cannot mend (S13)."""
+
+
 class NonFiniteParameters(LearnerError):
     """A local value is NaN or infinite, or the wire dtype would make it so (L27)."""
 

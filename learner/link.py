@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from torch import Tensor
 
-from learner.errors import LearnerError, ProtocolFault, SyncerRefused
+from learner.errors import LearnerError, ProtocolFault, SyncerRefused, TransportRefused
 from learner.session import Mode, Received
 from learner.shared import Shared
 from wire.errors import ProtocolError
@@ -33,6 +33,7 @@ from wire.messages import (
     Shutdown,
 )
 from wire.tensors import decode
+from wire.tls_stream import TlsFailure
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +90,11 @@ class Link:
         """The group is gone; see `wire.group.GroupSink`."""
         self.reason = reason
         self._gone = True
+        fatal: LearnerError | None = transport_error(group.cause)
         if group.fault is not None:
-            self._shared.fail(ProtocolFault(f"the syncer broke the protocol: {group.fault}"))
+            fatal = ProtocolFault(f"the syncer broke the protocol: {group.fault}")
+        if fatal is not None:
+            self._shared.fail(fatal)
         if not self._opened:
             self.closed.set()
         self._wake.set()
@@ -236,3 +240,10 @@ class Link:
         for text in warnings:
             log.warning("%s", text)
         shared.advance()
+
+
+def transport_error(cause: Exception | None) -> TransportRefused | None:
+    """What makes an I/O error fatal: a TLS problem that a redial cannot mend (S13)."""
+    if isinstance(cause, TlsFailure) and cause.problem.fatal:
+        return TransportRefused(cause.problem.reason)
+    return None
