@@ -119,7 +119,7 @@ class Coordinator:
             return []
         # What ended before this message arrived ended without it, however late we hear (C2).
         if isinstance(event, PushReceived | HeartbeatReceived):
-            self._pass_time(event.arrived, inclusive=False)
+            self._pass_time(min(event.arrived, now), inclusive=False)
         if self._handlers[type(event)](event, now):
             self._advance(now)
             self._due = self._next()

@@ -124,7 +124,7 @@ class Saver:
             "error",
             f"checkpoint of step {job.snapshot.global_step} not written: {reason}; commits wait. "
             f"Free space or repair the disk: next try in {pause:g} s, "
-            f"given up {self._give_up_at - now:g} s from now",
+            f"given up in {max(0.0, self._give_up_at - now):g} s",
         )
         if waiting is not None and waiting.on_failure is not None:
             self._start(waiting)
