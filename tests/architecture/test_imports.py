@@ -55,6 +55,7 @@ PURE = {
     "wire.limits",
     "wire.tensors",
     "wire.q4",
+    "wire.compiled",
     "checkpoint.snapshot",
     "syncer.events",
     "syncer.commands",
