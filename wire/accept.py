@@ -14,6 +14,7 @@ from wire.errors import ErrorCode, ProtocolError
 from wire.frames import MessageType, Role
 from wire.group import Group, GroupSink, Timeouts
 from wire.limits import Session
+from wire.memory import SlabPool
 from wire.messages import DataHello, ErrorMessage, Hello, decode_data_hello, encode_frame
 from wire.stream import Stream
 from wire.tls import PeerCertificate, TlsProblem, check_same_peer, looks_like_tls
@@ -66,6 +67,7 @@ class Newcomer:
             sink=sink,
             executor=acceptor.executor,
             timeouts=acceptor.timeouts,
+            pool=acceptor.pool,
             report_bad_budget=acceptor.report_bad_budget,
             certificate=self.certificate,
             on_gone=acceptor.groups.remove,
@@ -215,6 +217,7 @@ class Acceptor:
 
     Attributes:
         groups: the live groups.
+        pool: memory for the messages of all groups.
         connections: sockets open now, those of groups and those in handshakes included.
     """
 
@@ -236,6 +239,7 @@ class Acceptor:
         self.report_bad_budget = report_bad_budget
         self.groups = GroupRegistry()
         self.connections = 0
+        self.pool = SlabPool()
         self.pending: set[Newcomer] = set()
         self._max_connections = max_connections
         self._tls = tls

@@ -16,7 +16,7 @@ from wire.frames import (
     Role,
     frame_header,
 )
-from wire.memory import MAPPED_FROM, Landing
+from wire.memory import MAPPED_FROM, Landing, SlabPool
 from wire.messages import PUSH_HEAD_BYTES, VERSIONED_HEAD_BYTES, Buffer
 from wire.ranges import RangeSet
 
@@ -69,14 +69,14 @@ class Partial:
 
     __slots__ = ("_landing", "msg_id", "open", "promised", "received", "total", "view")
 
-    def __init__(self, msg_id: int | None, total: int, lead: int) -> None:
+    def __init__(self, msg_id: int | None, total: int, landing: Landing) -> None:
         self.msg_id = msg_id
         self.total = total
         self.received = 0
         self.promised = RangeSet()
         self.open: list[Slice] = []
-        self._landing = Landing(total, lead)
-        self.view = self._landing.view
+        self.view = landing.view
+        self._landing = landing
 
     @property
     def prefix(self) -> int:
@@ -86,10 +86,8 @@ class Partial:
 
     @property
     def held(self) -> int:
-        """Memory charged for it (W32): touched pages, or all of it when it is small."""
-        if not self._landing.lazy:
-            return self.total
-        return min(self.promised.touched, self.total + 2 * ALIGNMENT)
+        """Memory charged for it (W32): touched pages, or all of it where it was taken whole."""
+        return self._landing.reserved or min(self.promised.touched, self.total + 2 * ALIGNMENT)
 
     def begin(self, start: int, length: int) -> Slice:
         """Promise the bytes [start, start + length) to a socket that is about to deliver them."""
@@ -128,10 +126,11 @@ class Reassembler:
     Raises nothing but ProtocolError, and takes no memory that W32 does not allow.
     """
 
-    def __init__(self, role: Role, inner_limit: int) -> None:
+    def __init__(self, role: Role, inner_limit: int, pool: SlabPool | None = None) -> None:
         self.role = role
         self.inner_limit = inner_limit
         self.held = 0
+        self._pool = pool or SlabPool()
         self._partials: dict[int, Partial] = {}
         self._whole: list[Partial] = []
         self._finished: deque[int] = deque()
@@ -154,7 +153,7 @@ class Reassembler:
         if not self._admits(msg_id, _new_memory(partial, total, length)):
             return None
         if partial is None:
-            partial = Partial(msg_id, total, LEAD[self.role])
+            partial = self._open(msg_id, total)
             self._partials[msg_id] = partial
             self.held += partial.held
         self.held -= partial.held
@@ -170,7 +169,7 @@ class Reassembler:
         """
         if self.held + total > 3 * self.inner_limit + SLACK_BYTES:
             return None
-        partial = Partial(None, total, LEAD[self.role])
+        partial = self._open(None, total)
         piece = partial.begin(0, total)
         self._whole.append(partial)
         self.held += partial.held
@@ -197,6 +196,12 @@ class Reassembler:
         self._partials.clear()
         self._whole.clear()
         self.held = 0
+
+    def _open(self, msg_id: int | None, total: int) -> Partial:
+        # Used memory is charged whole at once, so it is only taken where that changes nothing.
+        recycled = self.held + total <= self.inner_limit + SLACK_BYTES
+        lead = LEAD[self.role]
+        return Partial(msg_id, total, Landing(total, lead, self._pool, recycled=recycled))
 
     def _check(
         self, partial: Partial | None, msg_id: int, total: int, offset: int, length: int

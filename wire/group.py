@@ -20,6 +20,7 @@ from wire.connection import BadBudget, Connection, Event, Progress, Received
 from wire.errors import ErrorCode, ProtocolError
 from wire.frames import Role
 from wire.limits import Session
+from wire.memory import SlabPool
 from wire.messages import (
     Broadcast,
     BulkMessage,
@@ -110,6 +111,7 @@ class Group:
         executor: Executor,
         timeouts: Timeouts,
         counters: SendCounters | None = None,
+        pool: SlabPool | None = None,
         report_bad_budget: bool = False,
         certificate: PeerCertificate | None = None,
         on_gone: Callable[[Group], None] | None = None,
@@ -126,7 +128,8 @@ class Group:
         self._on_gone = on_gone
         self._report_bad_budget = report_bad_budget
         self._loop = asyncio.get_running_loop()
-        self._chunks = Reassembler(session.role, session.inner_limit)
+        self._pool = pool or SlabPool()
+        self._chunks = Reassembler(session.role, session.inner_limit, self._pool)
         self._scanner = Scanner(session, executor)
         self._outbox = Outbox(counters or SendCounters())
         self._streams: dict[int, Stream] = {}
@@ -513,6 +516,7 @@ class Group:
 
     def _tick(self) -> None:
         now = self._loop.time()
+        self._pool.age(now)
         late = now - self._next_tick
         self._ticker = self._schedule_tick()
         if late > 2 * (self._next_tick - now):

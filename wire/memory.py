@@ -1,9 +1,16 @@
-"""Memory for arriving messages: fresh mappings that cost nothing until bytes land (W6, W32)."""
+"""Memory for arriving messages (W6, W32): it costs nothing until bytes land, and it is used again.
+
+A large message lies in a mapping of its own, a slab. A fresh slab is zeroed by the kernel page by
+page as bytes land in it, which costs as much as receiving them; so a slab whose message nobody
+refers to any more goes back to a pool and serves the next message of about its size.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import weakref
+from collections import deque
 
 import numpy as np
 
@@ -12,9 +19,86 @@ from wire.errors import ErrorCode, ProtocolError
 HUGE = 2 * 1024 * 1024
 """Bytes of a huge page; slices at least this long are given them."""
 MAPPED_FROM = 256 * 1024
-"""Messages from this size on live in a mapping of their own."""
+"""Messages from this size on live in a slab."""
+IDLE_SECONDS = 10.0
+"""How long a pool keeps a slab that nobody uses."""
 
 _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_NOHUGEPAGE")
+
+
+class Slab:
+    """A private mapping, aligned to huge pages where the system has them.
+
+    Attributes:
+        capacity: usable bytes.
+    """
+
+    __slots__ = ("__weakref__", "_base", "_map", "capacity", "idle_since")
+
+    def __init__(self, size: int) -> None:
+        self.capacity = -(-size // HUGE) * HUGE if size > HUGE else size
+        self.idle_since = 0.0
+        self._base = 0
+        extra = HUGE if _CAN_ADVISE else 0
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._map = mmap.mmap(-1, self.capacity + extra, flags=flags)
+        if _CAN_ADVISE:
+            self._map.madvise(mmap.MADV_NOHUGEPAGE)
+            self._base = -np.frombuffer(self._map, np.uint8).ctypes.data % HUGE
+
+    def lend(self, returned: deque[Slab]) -> memoryview:
+        """All of it; goes to `returned` once the last view of it, in any thread, is gone."""
+        block = np.frombuffer(self._map, np.uint8, self.capacity, self._base)
+        weakref.finalize(block, returned.append, self).atexit = False
+        return block.data
+
+    def advise(self, start: int, end: int) -> None:
+        """Use huge pages for [start, end), rounded outwards."""
+        first = self._base + start // HUGE * HUGE
+        last = min(self._base - (-end // HUGE) * HUGE, len(self._map))
+        with contextlib.suppress(OSError):  # advice only: without it memory is merely slower
+            self._map.madvise(mmap.MADV_HUGEPAGE, first, last - first)
+
+
+class SlabPool:
+    """Slabs that wait for another message. Taken from by one thread, given back to by any."""
+
+    def __init__(self) -> None:
+        self._idle: list[Slab] = []
+        self._returned: deque[Slab] = deque()
+
+    def take(self, size: int, *, recycled: bool) -> tuple[Slab, memoryview, bool]:
+        """A slab of at least `size` bytes, its memory, and whether it was used before.
+
+        Args:
+            recycled: whether a used slab will do. It takes memory whole from the start, a fresh
+                one only where bytes land.
+
+        Raises:
+            MemoryError, OSError, OverflowError: the system refuses.
+        """
+        self._collect(0.0)
+        fitting = [slab for slab in self._idle if size <= slab.capacity <= size + size // 4 + HUGE]
+        if recycled and fitting:
+            slab = min(fitting, key=lambda candidate: candidate.capacity)
+            self._idle.remove(slab)
+            return slab, slab.lend(self._returned), True
+        slab = Slab(size)
+        return slab, slab.lend(self._returned), False
+
+    def age(self, now: float) -> None:
+        """Let go of what has been idle for `IDLE_SECONDS`; to be called every few seconds."""
+        self._collect(now)
+        self._idle = [slab for slab in self._idle if now - slab.idle_since < IDLE_SECONDS]
+
+    def _collect(self, now: float) -> None:
+        while self._returned:
+            slab = self._returned.popleft()
+            slab.idle_since = now
+            self._idle.append(slab)
+        if now:
+            for slab in self._idle:
+                slab.idle_since = slab.idle_since or now
 
 
 class Landing:
@@ -22,19 +106,23 @@ class Landing:
 
     Attributes:
         view: writable, exactly the message's bytes, uninitialized.
-        lazy: whether bytes that are never written cost no memory.
+        reserved: bytes of memory that it takes from the start; the rest costs when written.
     """
 
-    __slots__ = ("_base", "_lead", "_map", "lazy", "view")
+    __slots__ = ("_fresh", "_lead", "reserved", "view")
 
-    def __init__(self, size: int, lead: int) -> None:
+    def __init__(self, size: int, lead: int, pool: SlabPool, *, recycled: bool) -> None:
         """Raises ProtocolError `out-of-memory` when the system refuses (W2)."""
-        self.lazy = size >= MAPPED_FROM
         self._lead = lead
-        self._base = 0
-        self._map: mmap.mmap | None = None
+        self._fresh: Slab | None = None
         try:
-            block = self._mapping(size + lead) if self.lazy else _heap(size + lead)
+            if size < MAPPED_FROM:
+                block = np.empty(size + lead, np.uint8).data
+                self.reserved = size
+            else:
+                slab, block, used = pool.take(size + lead, recycled=recycled)
+                self.reserved = slab.capacity if used else 0
+                self._fresh = None if used else slab
         except (MemoryError, OSError, OverflowError, ValueError) as error:
             raise ProtocolError(
                 ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {size} bytes"
@@ -42,28 +130,10 @@ class Landing:
         self.view = block[lead : lead + size]
 
     def expect(self, start: int, end: int) -> None:
-        """Bytes [start, end) are about to land: a long slice gets huge pages.
+        """Bytes [start, end) are about to land: a long slice in fresh memory gets huge pages.
 
-        One fault then serves 2 MiB instead of 4 KiB, which is what makes fresh memory affordable at
-        wire speed. Short slices do not get them, or single bytes could take 2 MiB each.
+        One fault then serves 2 MiB instead of 4 KiB. Short slices do not get them, or single bytes
+        could take 2 MiB each.
         """
-        if self._map is None or end - start < HUGE:
-            return
-        first = self._base + (start + self._lead) // HUGE * HUGE
-        last = min(self._base - (-(end + self._lead) // HUGE) * HUGE, len(self._map))
-        with contextlib.suppress(OSError):  # advice only: without it memory is merely slower
-            self._map.madvise(mmap.MADV_HUGEPAGE, first, last - first)
-
-    def _mapping(self, size: int) -> memoryview:
-        extra = HUGE if _CAN_ADVISE else 0
-        mapping = mmap.mmap(-1, size + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if _CAN_ADVISE:
-            mapping.madvise(mmap.MADV_NOHUGEPAGE)
-            address = np.frombuffer(mapping, np.uint8).ctypes.data
-            self._base = -address % HUGE
-            self._map = mapping
-        return memoryview(mapping)[self._base : self._base + size]
-
-
-def _heap(size: int) -> memoryview:
-    return np.empty(size, np.uint8).data
+        if self._fresh is not None and end - start >= HUGE:
+            self._fresh.advise(start + self._lead, end + self._lead)
