@@ -103,15 +103,17 @@ def _decode_blocks(codes: Bytes, scales: Floats, bits: Words, out: Floats) -> No
     """Values of whole blocks; `bits` is the same memory as `out`."""
     for block in range(len(scales)):
         first = block * Q4_BLOCK
-        scale = abs(scales[block])
+        scale = scales[block]
+        # A scale of -0.0 would turn the sign of level 0, which is to stay as it is coded.
+        zero = scales[block : block + 1].view(np.uint32)[0] & _SIGN
         for i in range(Q4_BLOCK // 2):
             code = np.uint32(codes[block, i])
             low = code & np.uint32(7)
             high = (code >> np.uint32(4)) & np.uint32(7)
             # 2^(level - 7) has the exponent field level + 120.
-            low = (low + np.uint32(120)) << np.uint32(23) if low > 0 else np.uint32(0)
-            high = (high + np.uint32(120)) << np.uint32(23) if high > 0 else np.uint32(0)
-            bits[first + 2 * i] = low | ((code << np.uint32(28)) & _SIGN)
-            bits[first + 2 * i + 1] = high | ((code << np.uint32(24)) & _SIGN)
+            low = (low + np.uint32(120)) << np.uint32(23) if low > 0 else zero
+            high = (high + np.uint32(120)) << np.uint32(23) if high > 0 else zero
+            bits[first + 2 * i] = low ^ ((code << np.uint32(28)) & _SIGN)
+            bits[first + 2 * i + 1] = high ^ ((code << np.uint32(24)) & _SIGN)
         for i in range(first, first + Q4_BLOCK):
             out[i] *= scale
