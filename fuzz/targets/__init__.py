@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-NAMES = ("checkpoint", "chunks", "connection", "hello", "sums")
+NAMES = ("checkpoint", "chunks", "connection", "hello", "sums", "svd")
 
 
 def load(name: str) -> Callable[[bytes], None]:
