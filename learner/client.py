@@ -13,25 +13,24 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from learner.config import Address
-from learner.errors import BudgetFailed, ConnectTimeout, LearnerError, NonFiniteParameters
-from learner.events import LinkDown, LinkUp, PushSent
+from learner.errors import ConnectTimeout, LearnerError
+from learner.events import LinkDown, LinkUp
 from learner.feedback import Feedback
 from learner.link import Link, transport_error
-from learner.session import Answer, Mode
+from learner.outgoing import Outgoing, Push
+from learner.session import Mode
 from learner.shared import Shared
 from wire.dial import dial
 from wire.group import Group, SendCounters, Timeouts
 from wire.loop import new_event_loop
-from wire.messages import BudgetDone, FinalAck, Hello, InitParams, PushFragment
-from wire.tensors import NonFiniteValues
+from wire.messages import Hello, InitParams
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +51,6 @@ class Transport:
     ssl: ssl.SSLContext | None = None
     server_name: str | None = None
     seal: Callable[[bytes], bytes] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Push:
-    answer: Answer[Tensor]
-    delta: Tensor
 
 
 class NetworkClient:
@@ -87,18 +80,21 @@ class NetworkClient:
         self._address = address
         self._hello = hello
         self._shared = shared
-        self._feedback = feedback
-        self._blame = blame
         self._connect_timeout_s = connect_timeout_s
         self._transport = transport or Transport()
         self._counters = SendCounters()
         self._link: Link | None = None
-        self._pushes: dict[int, _Push] = {}
-        self._encoding: asyncio.Task[None] | None = None
         self._life: asyncio.Task[None] | None = None
-        self._farewells: set[asyncio.Task[None]] = set()
         self._loop = new_event_loop()
         self._executor = ThreadPoolExecutor(2, "learner-codec")
+        self._outgoing = Outgoing(
+            hello.learner_id,
+            shared,
+            feedback,
+            self._executor,
+            blame=blame,
+            group_of=self._group,
+        )
         self._thread = threading.Thread(target=self._run, name="learner-network", daemon=True)
 
     # -- called by the training thread --------------------------------------------------------
@@ -107,17 +103,17 @@ class NetworkClient:
         """Start dialling."""
         self._thread.start()
 
-    def push(self, answer: Answer[Tensor], delta: Tensor) -> None:
+    def push(self, push: Push) -> None:
         """Encode and send one delta; a newer one for the fragment replaces it (W49)."""
-        self._post(self._queue_push, _Push(answer, delta))
+        self._post(self._outgoing.push, push)
 
     def acknowledge(self, generation: int) -> None:
         """The cut is applied: send FINAL_ACK on that generation if it still lives (L32)."""
-        self._post(self._acknowledge_generation, generation)
+        self._post(self._acknowledge, generation)
 
     def report_budget(self, generation: int, steps: int) -> None:
         """Send BUDGET_DONE, once (L40)."""
-        self._post(self._report_budget, generation, steps)
+        self._post(self._outgoing.report_budget, generation, steps)
 
     def boundary(self) -> None:
         """An optimizer step is done: heartbeat when the last one is old enough (W42)."""
@@ -197,9 +193,7 @@ class NetworkClient:
                 await group.finish()
             group.close()
             await self._link.stop()
-        if self._encoding is not None:
-            self._encoding.cancel()
-        await asyncio.gather(*self._farewells, return_exceptions=True)
+        await self._outgoing.stop()
 
     def _adopt(self, link: Link, group: Group, outage_s: float | None) -> None:
         shared = self._shared
@@ -222,7 +216,7 @@ class NetworkClient:
         with shared.gate:
             shared.session.disconnected(link.generation, acknowledged=shared.acknowledged)
             over = shared.fatal is not None or shared.session.mode is Mode.ENDED
-        self._pushes.clear()
+        self._outgoing.drop_pushes()
         if not over:
             log.warning(
                 "connection to the syncer lost (%s); training goes on, redialling", link.reason
@@ -302,7 +296,7 @@ class NetworkClient:
         while generation in (0, self._hello.generation):
             generation = secrets.randbits(64)
         self._hello = replace(self._hello, generation=generation)
-        link = Link(generation, self._shared, self._executor, self._acknowledge)
+        link = Link(generation, self._shared, self._executor, self._outgoing.acknowledge)
         try:
             group = await dial(
                 self._address.host,
@@ -323,124 +317,17 @@ class NetworkClient:
             raise
         return link, group
 
-    # -- leaving messages (loop thread) ---------------------------------------------------------
-
     def _group(self, generation: int) -> Group | None:
+        """The open group of a generation."""
         link = self._link
         if link is None or link.generation != generation or link.group is None:
             return None
         return None if link.group.closed else link.group
 
-    def _queue_push(self, push: _Push) -> None:
-        # Re-inserted at the end: answers are encoded in the order of the PULLs.
-        self._pushes.pop(push.answer.pull.fragment, None)
-        self._pushes[push.answer.pull.fragment] = push
-        if self._encoding is None or self._encoding.done():
-            self._encoding = asyncio.create_task(self._encode_pushes())
-
-    async def _encode_pushes(self) -> None:
-        while self._pushes:
-            push = self._pushes.pop(next(iter(self._pushes)))
-            answer = push.answer
-            if self._group(answer.generation) is None:
-                continue
-            try:
-                payload, norm = await self._loop.run_in_executor(self._executor, self._encode, push)
-            except NonFiniteValues:
-                fragment = answer.pull.fragment
-                self._shared.fail(NonFiniteParameters(self._blame(fragment, push.delta)))
-                return
-            group = self._group(answer.generation)
-            if group is not None:
-                self._send_push(group, answer, payload, norm)
-
-    def _encode(self, push: _Push) -> tuple[memoryview, float]:
-        """Payload and L2 norm of the delta; runs in a worker thread."""
-        norm = float(torch.linalg.vector_norm(push.delta))
-        pull = push.answer.pull
-        return self._feedback.encode(pull.fragment, pull.step, push.delta), norm
-
-    def _send_push(
-        self, group: Group, answer: Answer[Tensor], payload: memoryview, norm: float
-    ) -> None:
-        pull = answer.pull
-        message = PushFragment(
-            learner_id=self._hello.learner_id,
-            fragment=pull.fragment,
-            step=pull.step,
-            attempt=pull.attempt,
-            base_version=answer.base_version,
-            local_step=answer.local_step,
-            c_steps=answer.c_steps,
-            c_tokens=answer.c_tokens,
-            tensor=payload,
-        )
-        group.send_bulk(
-            ("push", pull.fragment),
-            message,
-            on_sent=lambda: self._feedback.sent(pull.fragment, pull.step),
-        )
-        event = PushSent(
-            fragment=pull.fragment,
-            step=pull.step,
-            attempt=pull.attempt,
-            base_version=answer.base_version,
-            c_steps=answer.c_steps,
-            c_tokens=answer.c_tokens,
-            size=payload.nbytes,
-            delta_norm=norm,
-        )
-        with self._shared.gate:
-            counters = self._shared.counters
-            counters.pushes += 1
-            counters.push_bytes += payload.nbytes
-            counters.delta_norm = norm
-        self._shared.advance(event)
-
-    def _acknowledge_generation(self, generation: int) -> None:
+    def _acknowledge(self, generation: int) -> None:
         group = self._group(generation)
         if group is not None:
-            self._acknowledge(group)
-
-    def _acknowledge(self, group: Group) -> None:
-        with self._shared.gate:
-            manifest = self._shared.session.manifest
-            self._shared.session.ack_begun(group.generation)
-        if manifest is None:
-            raise RuntimeError("FINAL_ACK without a manifest")
-        group.send_control(FinalAck(manifest.step))
-        self._follow(self._confirm_acknowledged(group))
-
-    async def _confirm_acknowledged(self, group: Group) -> None:
-        await group.flush()
-        if not group.closed:
-            with self._shared.gate:
-                self._shared.acknowledged = True
-            self._shared.advance()
-
-    def _report_budget(self, generation: int, steps: int) -> None:
-        group = self._group(generation)
-        if group is None:
-            self._shared.fail(_lost_report())
-            return
-        group.send_control(BudgetDone(steps))
-        self._follow(self._confirm_reported(group))
-
-    async def _confirm_reported(self, group: Group) -> None:
-        await group.flush()
-        if group.closed:
-            self._shared.fail(_lost_report())
-
-    def _follow(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._farewells.add(task)
-        task.add_done_callback(self._farewells.discard)
-
-
-def _lost_report() -> BudgetFailed:
-    return BudgetFailed(
-        "the connection broke before BUDGET_DONE was written; it is never sent twice (L40)"
-    )
+            self._outgoing.acknowledge(group)
 
 
 def _reason(error: OSError) -> str:

@@ -59,7 +59,7 @@ class Feedback:
         self._lock = threading.Lock()
 
     def encode(self, fragment: int, step: int, delta: Tensor) -> memoryview:
-        """The PUSH payload for `delta`, which is consumed: the result may share its memory.
+        """The PUSH payload for `delta`, in memory of its own; `delta` is overwritten.
 
         Args:
             fragment: whose delta.
@@ -70,7 +70,8 @@ class Feedback:
             wire.tensors.NonFiniteValues: a value the wire dtype cannot carry (L27).
         """
         if not self._enabled:
-            return encode(delta, self._dtype)
+            # An f32 payload is a view of its tensor, and the delta's buffer is the caller's.
+            return encode(delta.clone() if self._dtype is DType.F32 else delta, self._dtype)
         carried = self._carried(fragment)
         if carried is not None:
             if _norm(carried) > _norm(delta):
@@ -78,9 +79,10 @@ class Feedback:
             else:
                 delta.add_(carried)
         payload = encode(delta, self._dtype)
-        delta.sub_(decode(payload, self._dtype, delta.numel()))
+        lost = decode(payload, self._dtype, delta.numel())
+        torch.sub(delta, lost, out=lost)
         with self._lock:
-            self._states[fragment].candidate = _Candidate(step, delta)
+            self._states[fragment].candidate = _Candidate(step, lost)
         return payload
 
     def sent(self, fragment: int, step: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -38,6 +39,7 @@ from learner.events import (
     StepInfo,
 )
 from learner.feedback import Feedback
+from learner.outgoing import Push
 from learner.parameters import Parameters, find_trainables, specs_of
 from learner.partition import partition
 from learner.session import Session
@@ -311,7 +313,10 @@ class Learner:
         with self._shared.gate:
             answers = self._session.take_answers()
         for answer in answers:
-            self._client.push(answer, self._parameters.delta(answer.pull.fragment, answer.anchor))
+            buffer = self._parameters.staging.take()
+            delta = self._parameters.delta(answer.pull.fragment, answer.anchor, buffer)
+            release = partial(self._parameters.staging.give, buffer)
+            self._client.push(Push(answer, delta, release))
         return tuple(answer.pull.fragment for answer in answers)
 
     # -- the end ------------------------------------------------------------------------------

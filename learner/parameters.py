@@ -7,22 +7,36 @@ row-major order whatever its strides, one after the other in layout order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from learner.errors import LayoutError
+from learner.staging import Staging, pageable, pinned
+from wire.compiled import compiled
 from wire.layout import NamedLayout, TensorSpec
 
 _LEADING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ANYWHERE = frozenset(_LEADING[1:])
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BLOCK = 1 << 18
-"""Elements blended at a time: three f32 blocks stay in a core's cache, so that the model and the
-broadcast are each read from memory once."""
+
+
+@compiled
+def _blend_in_place(
+    local: NDArray[np.float32],
+    incoming: NDArray[np.float32],
+    local_share: np.float32,
+    global_share: np.float32,
+) -> None:
+    """Two products and one sum, each rounded to f32, in one pass over memory (L26)."""
+    for index in range(local.size):
+        local[index] = local_share * local[index] + global_share * incoming[index]
 
 
 def normalize_name(name: str) -> str:
@@ -115,9 +129,21 @@ class Parameters:
     Attributes:
         layout: whose fragments `fragment` arguments index.
         numels: elements of each fragment.
+        staging: host buffers for `snapshot` and `delta`.
     """
 
-    def __init__(self, trainables: dict[str, nn.Parameter], layout: NamedLayout) -> None:
+    def __init__(
+        self,
+        trainables: dict[str, nn.Parameter],
+        layout: NamedLayout,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            trainables: of `find_trainables`.
+            layout: names every trainable once.
+            allocate: makes the staging buffers; pinned ones for a GPU by default.
+        """
         self.layout = layout
         self._slots: list[tuple[Slot, ...]] = []
         for fragment in layout.fragments:
@@ -128,6 +154,10 @@ class Parameters:
                 start += spec.numel
             self._slots.append(tuple(slots))
         self.numels = tuple(fragment.numel for fragment in layout.fragments)
+        self._on_gpu = any(parameter.is_cuda for parameter in trainables.values())
+        if allocate is None:
+            allocate = pinned if self._on_gpu else pageable
+        self.staging = Staging(max(self.numels), allocate)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -144,22 +174,30 @@ class Parameters:
 
     @torch.no_grad()
     def snapshot(self, fragment: int, out: Tensor | None = None) -> Tensor:
-        """The fragment's values as a flat f32 CPU vector, in one copy (L4)."""
+        """The fragment's values as a flat f32 CPU vector, in one copy (L4).
+
+        `out` takes the values and may be longer than the fragment.
+        """
         flat = self._room(fragment, out)
         for slot in self._slots[fragment]:
-            slot.of(flat).copy_(slot.parameter)
+            self._fetch(slot, slot.of(flat))
+        self._synchronize()
         return flat
 
     @torch.no_grad()
     def delta(self, fragment: int, anchor: Tensor, out: Tensor | None = None) -> Tensor:
-        """f32(local) - anchor, one f32 subtraction per element (L22); flat f32 on the CPU."""
+        """f32(local) - anchor, one f32 subtraction per element (L22); `out` as in `snapshot`."""
         flat = self._room(fragment, out)
+        fetched: list[Slot] = []
         for slot in self._slots[fragment]:
-            part, base, local = slot.of(flat), slot.of(anchor), slot.parameter
-            if local.dtype is torch.float32 and local.device == part.device:
-                torch.sub(local, base, out=part)
+            if slot.parameter.dtype is torch.float32 and not slot.parameter.is_cuda:
+                torch.sub(slot.parameter, slot.of(anchor), out=slot.of(flat))
             else:
-                part.copy_(local).sub_(base)
+                self._fetch(slot, slot.of(flat))
+                fetched.append(slot)
+        self._synchronize()
+        for slot in fetched:
+            slot.of(flat).sub_(slot.of(anchor))
         return flat
 
     @torch.no_grad()
@@ -174,22 +212,22 @@ class Parameters:
         if alpha == 0:
             self.overwrite(fragment, values)
             return
-        local_share = float(np.float32(alpha))
-        global_share = float(np.float32(1 - alpha))
-        for slot in self._slots[fragment]:
-            for local, incoming in _blocks(slot.parameter.detach(), slot.of(values)):
-                target = incoming.to(local.device) * global_share
-                if local.dtype is torch.float32:
-                    # Two rounded products and one rounded sum: add_(…, alpha=…) would fuse them.
-                    local.mul_(local_share).add_(target)
-                else:
-                    local.copy_(local.float().mul_(local_share).add_(target))
+        shares = np.float32(alpha), np.float32(1 - alpha)
+        with self._staged(values) as staged:
+            for slot in self._slots[fragment]:
+                _blend(slot.parameter, slot.of(staged), *shares)
 
     @torch.no_grad()
     def overwrite(self, fragment: int, values: Tensor) -> None:
         """θ ← Θ, cast to each parameter's dtype, in place (L31, L4)."""
-        for slot in self._slots[fragment]:
-            slot.parameter.copy_(slot.of(values))
+        with self._staged(values) as staged:
+            for slot in self._slots[fragment]:
+                slot.parameter.copy_(slot.of(staged), non_blocking=self._on_gpu)
+
+    def warm_up(self) -> None:
+        """Load the compiled loop, so that the first broadcast does not wait for it."""
+        one = np.ones(1, np.float32)
+        _blend_in_place(one, one, np.float32(0), np.float32(1))
 
     def first_bad(self, fragment: int, flat: Tensor, limit: float = np.inf) -> str | None:
         """Name of the first tensor of `flat` that holds a NaN or a magnitude >= limit (L27)."""
@@ -203,11 +241,39 @@ class Parameters:
             return torch.empty(self.numels[fragment], dtype=torch.float32)
         return out[: self.numels[fragment]]
 
+    def _fetch(self, slot: Slot, part: Tensor) -> None:
+        """Copy to the host; on a GPU the cast happens there and the copy runs on (pinned)."""
+        source = slot.parameter.float() if slot.parameter.is_cuda else slot.parameter
+        part.copy_(source, non_blocking=part.is_pinned() if self._on_gpu else False)
 
-def _blocks(local: Tensor, incoming: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of equal pieces; a strided or small parameter stays whole."""
-    if not local.is_contiguous() or local.numel() <= BLOCK or local.device.type != "cpu":
-        yield local, incoming
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    @contextmanager
+    def _staged(self, values: Tensor) -> Iterator[Tensor]:
+        """The values where the parameters can be written from: pinned, for a GPU."""
+        if not self._on_gpu:
+            yield values
+            return
+        buffer = self.staging.take()
+        try:
+            staged = buffer[: values.numel()].copy_(values)
+            yield staged
+            self._synchronize()
+        finally:
+            self.staging.give(buffer)
+
+
+def _blend(parameter: nn.Parameter, incoming: Tensor, left: np.float32, right: np.float32) -> None:
+    local = parameter.detach()
+    if local.device.type == "cpu" and local.dtype is torch.float32 and local.is_contiguous():
+        _blend_in_place(local.view(-1).numpy(), incoming.view(-1).numpy(), left, right)
+        increment_version(parameter)
         return
-    here, there = torch.split(local.view(-1), BLOCK), torch.split(incoming.reshape(-1), BLOCK)
-    yield from zip(here, there, strict=True)
+    # Two rounded products and one rounded sum: add_(…, alpha=…) would fuse a product and the sum.
+    target = incoming.to(local.device, non_blocking=True) * float(right)
+    if local.dtype is torch.float32:
+        local.mul_(float(left)).add_(target)
+    else:
+        local.copy_(local.float().mul_(float(left)).add_(target))

@@ -1,0 +1,203 @@
+"""What leaves a learner beside HELLO, INIT and heartbeats: pushes, FINAL_ACK, BUDGET_DONE.
+
+Everything runs on the network thread's loop, encoding in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.errors import BudgetFailed, NonFiniteParameters
+from learner.events import PushSent
+from learner.feedback import Feedback
+from learner.session import Answer
+from learner.shared import Shared
+from wire.group import Group
+from wire.messages import BudgetDone, FinalAck, PushFragment
+from wire.tensors import NonFiniteValues
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One delta on its way: the answer it belongs to, d of L22, and how to give its memory back."""
+
+    answer: Answer[Tensor]
+    delta: Tensor
+    release: Callable[[], None]
+
+
+class Outgoing:
+    """Queues and sends; a message of an old generation is dropped (L12)."""
+
+    def __init__(
+        self,
+        learner_id: int,
+        shared: Shared,
+        feedback: Feedback,
+        executor: Executor,
+        *,
+        blame: Callable[[int, Tensor], str],
+        group_of: Callable[[int], Group | None],
+    ) -> None:
+        """
+        Args:
+            learner_id: repeated in every PUSH.
+            shared: session, lock and reports.
+            feedback: encoder of deltas.
+            executor: runs the encoder.
+            blame: says which tensor makes a delta unsendable (L27).
+            group_of: the open group of a generation.
+        """
+        self._learner_id = learner_id
+        self._shared = shared
+        self._feedback = feedback
+        self._executor = executor
+        self._blame = blame
+        self._group_of = group_of
+        self._waiting: dict[int, Push] = {}
+        self._encoding: asyncio.Task[None] | None = None
+        self._confirming: set[asyncio.Task[None]] = set()
+
+    def push(self, push: Push) -> None:
+        """Encode and send; a newer one for the fragment replaces one that waits (W49)."""
+        fragment = push.answer.pull.fragment
+        # Re-inserted at the end: deltas are encoded in the order of the PULLs they answer.
+        replaced = self._waiting.pop(fragment, None)
+        if replaced is not None:
+            replaced.release()
+        self._waiting[fragment] = push
+        if self._encoding is None or self._encoding.done():
+            self._encoding = asyncio.create_task(self._encode_all())
+
+    def drop_pushes(self) -> None:
+        """The group is gone, and with it every push that waits."""
+        for push in self._waiting.values():
+            push.release()
+        self._waiting.clear()
+
+    def acknowledge(self, group: Group) -> None:
+        """The cut is applied: FINAL_ACK of the known manifest (L32)."""
+        if group.closed:
+            return
+        with self._shared.gate:
+            manifest = self._shared.session.manifest
+            self._shared.session.ack_begun(group.generation)
+        if manifest is None:
+            raise RuntimeError("FINAL_ACK without a manifest")
+        group.send_control(FinalAck(manifest.step))
+        self._follow(self._confirm_acknowledged(group))
+
+    def report_budget(self, generation: int, steps: int) -> None:
+        """BUDGET_DONE, once; a group that is gone by now is fatal (L40)."""
+        group = self._group_of(generation)
+        if group is None:
+            self._shared.fail(_lost_report())
+            return
+        group.send_control(BudgetDone(steps))
+        self._follow(self._confirm_reported(group))
+
+    async def stop(self) -> None:
+        """End what is being encoded or awaited."""
+        self.drop_pushes()
+        tasks = (
+            [*self._confirming] if self._encoding is None else [*self._confirming, self._encoding]
+        )
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- pushes -------------------------------------------------------------------------------
+
+    async def _encode_all(self) -> None:
+        while self._waiting:
+            push = self._waiting.pop(next(iter(self._waiting)))
+            try:
+                if self._group_of(push.answer.generation) is not None:
+                    await self._encode_and_send(push)
+            finally:
+                push.release()
+
+    async def _encode_and_send(self, push: Push) -> None:
+        loop = asyncio.get_running_loop()
+        answer = push.answer
+        try:
+            payload, norm = await loop.run_in_executor(self._executor, self._encode, push)
+        except NonFiniteValues:
+            fragment = answer.pull.fragment
+            self._shared.fail(NonFiniteParameters(self._blame(fragment, push.delta)))
+            return
+        group = self._group_of(answer.generation)
+        if group is not None:
+            self._send(group, answer, payload, norm)
+
+    def _encode(self, push: Push) -> tuple[memoryview, float]:
+        """Payload and L2 norm of the delta; runs in a worker thread."""
+        norm = float(torch.linalg.vector_norm(push.delta))
+        pull = push.answer.pull
+        return self._feedback.encode(pull.fragment, pull.step, push.delta), norm
+
+    def _send(self, group: Group, answer: Answer[Tensor], payload: memoryview, norm: float) -> None:
+        pull = answer.pull
+        message = PushFragment(
+            learner_id=self._learner_id,
+            fragment=pull.fragment,
+            step=pull.step,
+            attempt=pull.attempt,
+            base_version=answer.base_version,
+            local_step=answer.local_step,
+            c_steps=answer.c_steps,
+            c_tokens=answer.c_tokens,
+            tensor=payload,
+        )
+        group.send_bulk(
+            ("push", pull.fragment),
+            message,
+            on_sent=lambda: self._feedback.sent(pull.fragment, pull.step),
+        )
+        event = PushSent(
+            fragment=pull.fragment,
+            step=pull.step,
+            attempt=pull.attempt,
+            base_version=answer.base_version,
+            c_steps=answer.c_steps,
+            c_tokens=answer.c_tokens,
+            size=payload.nbytes,
+            delta_norm=norm,
+        )
+        with self._shared.gate:
+            counters = self._shared.counters
+            counters.pushes += 1
+            counters.push_bytes += payload.nbytes
+            counters.delta_norm = norm
+        self._shared.advance(event)
+
+    # -- confirmations ------------------------------------------------------------------------
+
+    async def _confirm_acknowledged(self, group: Group) -> None:
+        await group.flush()
+        if not group.closed:
+            with self._shared.gate:
+                self._shared.acknowledged = True
+            self._shared.advance()
+
+    async def _confirm_reported(self, group: Group) -> None:
+        await group.flush()
+        if group.closed:
+            self._shared.fail(_lost_report())
+
+    def _follow(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._confirming.add(task)
+        task.add_done_callback(self._confirming.discard)
+
+
+def _lost_report() -> BudgetFailed:
+    return BudgetFailed(
+        "the connection broke before BUDGET_DONE was written; it is never sent twice"
+    )
