@@ -85,6 +85,7 @@ def heloco(g: np.ndarray, m: np.ndarray) -> np.ndarray:
     conf = nd / (nd + 3.0 * nm + 1e-8)
     if c < 0:
         beta = min(0.5 * (-c) * conf, 0.5)
+        with np.errstate(over="ignore"):
         return g + F(-beta * c * nd / nm) * m
     lam = min(1.0 * (1 - c) * conf, 1)
     t = ((1 - lam) / nd) * g.astype(np.float64) + (lam / nm) * m.astype(np.float64)
