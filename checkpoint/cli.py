@@ -183,7 +183,7 @@ def _or_refuse(work: Callable[[], Result], file: Path | None, as_json: bool) -> 
     except CheckpointRefused as error:
         _refuse(str(error.word), error.message, file, as_json)
     except OSError as error:
-        _refuse(str(Reason.OUTPUT), str(error), file, as_json)
+        _refuse(str(Reason.UNREADABLE), str(error), file, as_json)
 
 
 def _refuse(word: str, message: str, file: Path | None, as_json: bool) -> NoReturn:

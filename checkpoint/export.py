@@ -76,7 +76,7 @@ def export_file(path: Path, out: Path, layout: NamedLayout, options: ExportOptio
 
     Raises:
         CheckpointRefused: a word of K19, or `unmarked`, `layout`, `output`.
-        OSError: `out` could not be written.
+        OSError: the checkpoint could not be read.
     """
     _check_output(path, out, options.force)
     with open_source(path) as source:
@@ -87,9 +87,11 @@ def export_file(path: Path, out: Path, layout: NamedLayout, options: ExportOptio
         temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
         try:
             write_atomically(FileSystem(), out, temporary, _stream(source, header, slices, options))
-        except BaseException:
-            with suppress(FileNotFoundError):
+        except BaseException as error:
+            with suppress(OSError):
                 temporary.unlink()
+            if isinstance(error, OSError):
+                raise CheckpointRefused(Reason.OUTPUT, f"cannot write {out}: {error}") from error
             raise
     return found
 

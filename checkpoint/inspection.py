@@ -6,7 +6,7 @@ Memory stays at one piece of 1 MiB, whatever the size of the file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,11 +151,14 @@ class Inspection:
 @contextmanager
 def open_source(path: Path) -> Iterator[FileSource]:
     """A checkpoint under a shared lock (K14); `unreadable` where the system cannot open it."""
-    try:
-        with open_shared(path) as fd:
-            yield FileSource(fd)
-    except OSError as error:
-        raise CheckpointRefused(Reason.UNREADABLE, f"{path}: {error.strerror or error}") from error
+    with ExitStack() as stack:
+        try:
+            fd = stack.enter_context(open_shared(path))
+        except OSError as error:
+            raise CheckpointRefused(
+                Reason.UNREADABLE, f"{path}: {error.strerror or error}"
+            ) from error
+        yield FileSource(fd)
 
 
 def inspect_source(path: Path, source: FileSource) -> Inspection:

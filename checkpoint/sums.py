@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -71,10 +72,11 @@ def read_sums(path: Path) -> tuple[SumsEntry, ...]:
     """The entries of a side file; none when it is missing or unreadable (K15: "unverified")."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_SUMS_BYTES + 1)
+            # The size first: a bounded read would take the memory of its bound.
+            if os.fstat(file.fileno()).st_size > MAX_SUMS_BYTES:
+                return ()
+            data = file.read()
     except OSError:
-        return ()
-    if len(data) > MAX_SUMS_BYTES:
         return ()
     return parse_sums(data) or ()
 
