@@ -1,71 +1,34 @@
 """A connection group: one control and S data sockets as one message channel, both roles.
 
-What it adds to its parts: `Connection` reads one socket, `Reassembler` joins the sockets, `Scanner`
-looks at tensors in threads, `Outbox` decides what is sent next. The group connects them, keeps
-deliveries in order, and decides when it all ends (sections 9 and 10).
+`Inbound` reads the sockets, joins slices and scans tensors; `Outbox` decides what is sent next.
+The group connects them to its sockets and its sink, and decides when it all ends (sections 9, 10).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
-from wire.chunks import Reassembler
-from wire.connection import BadBudget, Connection, Event, Progress, Received
-from wire.errors import ErrorCode, ProtocolError
+from wire.connection import Connection
+from wire.errors import ProtocolError
 from wire.frames import Role
+from wire.inbound import Inbound
 from wire.limits import Session
+from wire.liveness import Timeouts, Watch
 from wire.memory import SlabPool
-from wire.messages import (
-    Broadcast,
-    BulkMessage,
-    ErrorMessage,
-    FinalFragment,
-    Heartbeat,
-    InitParams,
-    Message,
-    PushFragment,
-    encode_frame,
-)
+from wire.messages import BulkMessage, ErrorMessage, Message, encode_frame
 from wire.outbox import Outbox, SendCounters
-from wire.scanning import Scanner
 from wire.stream import Stream, limit_unsent
 from wire.tls import PeerCertificate
 
 __all__ = ["Group", "GroupSink", "SendCounters", "Timeouts"]
 
-MAX_WAITING = 2
-"""Tensor messages that may wait for the owner before the group is not read any more (W48)."""
 CONTROL_BATCH_BYTES = 16 * 1024
 """Control frames given to the transport at once; the rest can still be withdrawn (W45)."""
 SLICES_PER_TURN = 8
 """CHUNKs written before the event loop gets a turn."""
-_TICKS = 8
-"""Liveness checks per timeout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds.
-
-    Attributes:
-        handshake: for the first frame, and for a data socket to find its group (W7, W17).
-        heartbeat: silence of a group that has sent a HEARTBEAT; syncer only (W43).
-        stall: output or reassembly without progress, and TCP_USER_TIMEOUT (W4, W32, W44).
-        linger: for an ERROR to reach the peer (W38).
-        dial: for all sockets of a new group; learner only (L11).
-    """
-
-    handshake: float = 10.0
-    heartbeat: float = 60.0
-    stall: float = 60.0
-    linger: float = 1.0
-    dial: float = 30.0
 
 
 class GroupSink(Protocol):
@@ -79,13 +42,6 @@ class GroupSink(Protocol):
 
     def on_bad_budget(self, group: Group) -> None:
         """BUDGET_DONE of a wrong length (C75), if asked for; the group then closes by itself."""
-
-
-@dataclass(slots=True, eq=False)
-class _Delivery:
-    message: Message
-    arrived: float
-    ready: bool
 
 
 class Group:
@@ -126,19 +82,14 @@ class Group:
         self.certificate = certificate
         self._sink = sink
         self._on_gone = on_gone
-        self._report_bad_budget = report_bad_budget
         self._loop = asyncio.get_running_loop()
         self._pool = pool or SlabPool()
-        self._chunks = Reassembler(session.role, session.inner_limit, self._pool)
-        self._scanner = Scanner(session, executor)
+        self._inbound = Inbound(
+            session, self, executor, self._pool, report_bad_budget=report_bad_budget
+        )
         self._outbox = Outbox(counters or SendCounters())
         self._streams: dict[int, Stream] = {}
-        self._connections: dict[Stream, Connection] = {}
         self._data: list[int] = []
-        self._deliveries: deque[_Delivery] = deque()
-        self._waiting = 0
-        self._paused = False
-        self._heartbeat_seen = False
         self._ending = False
         self._pump_again = False
         self._reason = ""
@@ -147,8 +98,7 @@ class Group:
         self._flushers: list[asyncio.Future[None]] = []
         self._sockets_closed = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
-        self._next_tick = 0.0
-        self._ticker = self._schedule_tick()
+        self._watch = Watch(timeouts, self._check_liveness)
 
     # -- facts -------------------------------------------------------------------------------
 
@@ -225,13 +175,11 @@ class Group:
 
     def hold(self) -> None:
         """Count a tensor message as waiting; call inside `on_message`, then `release` (W48)."""
-        self._waiting += 1
-        self._check_waiting()
+        self._inbound.hold()
 
     def release(self) -> None:
         """A message that was held has been handled."""
-        self._waiting -= 1
-        self._check_waiting()
+        self._inbound.release()
 
     # -- closing -----------------------------------------------------------------------------
 
@@ -254,25 +202,21 @@ class Group:
 
     def attach(self, index: int, stream: Stream) -> None:
         """Take a socket into the group, as control (0) or data socket (1..S)."""
-        connection = stream.core if isinstance(stream.core, Connection) else self.connection()
-        stream.core = connection
         stream.owner = self
         self._streams[index] = stream
-        self._connections[stream] = connection
         if index == 0:
             limit_unsent(stream)
         else:
             self._data.append(index)
             self._data.sort()
+        self._inbound.add(stream)
         if stream.lost:
             self._loop.call_soon(self.on_ended, stream, None)
-        elif not self._paused:
-            stream.resume_reading()
         self._pump()
 
     def connection(self) -> Connection:
         """A core for a socket of this group."""
-        return Connection(self.session, self._chunks, report_bad_budget=self._report_bad_budget)
+        return self._inbound.connection()
 
     def confirm(self) -> None:
         """The dial that makes this group has succeeded: `on_closed` is owed from now on.
@@ -289,12 +233,11 @@ class Group:
 
     def on_bytes(self, stream: Stream) -> None:
         """See `StreamOwner`."""
-        if stream in self._connections and not self.closed:
-            self._process(stream)
+        self._inbound.process(stream)
 
     def on_fault(self, stream: Stream, error: ProtocolError) -> None:
         """See `StreamOwner`."""
-        self._break(error)
+        self.on_broken(error)
 
     def on_drained(self, stream: Stream) -> None:
         """See `StreamOwner`."""
@@ -314,89 +257,29 @@ class Group:
         deadline = self._loop.time() + self.timeouts.linger
         self._loop.call_soon(self._read_out, self.bytes_in, 0, deadline)
 
-    # -- inbound -----------------------------------------------------------------------------
+    # -- InboundOwner ------------------------------------------------------------------------
 
-    def _process(self, stream: Stream, *, rest: bool = False) -> None:
-        """Take the events of one socket; `rest`: even if the owner is behind, nothing follows."""
-        connection = self._connections[stream]
-        try:
-            while not self.closed and (rest or not self._paused):
-                event = connection.next_event()
-                if event is None:
-                    break
-                self._handle(event, stream.last_read)
-        except ProtocolError as error:
-            self._break(error)
-        if connection.blocked or self._paused:
-            stream.pause_reading()
+    def on_delivery(self, message: Message, arrived: float) -> None:
+        """See `InboundOwner`."""
+        self._sink.on_message(self, message, arrived)
 
-    def _handle(self, event: Event, arrived: float) -> None:
-        match event:
-            case Progress(partial=landing):
-                self._scanner.progress(landing)
-            case Received(source=source):
-                if source is not None:
-                    self._unblock()
-                self._receive(event, arrived)
-            case BadBudget():
-                self._sink.on_bad_budget(self)
-                raise ProtocolError(ErrorCode.BAD_LENGTH, "BUDGET_DONE is not 8 bytes long")
+    def on_bad_budget(self) -> None:
+        """See `InboundOwner`."""
+        self._sink.on_bad_budget(self)
 
-    def _receive(self, event: Received, arrived: float) -> None:
-        message = event.message
-        delivery = _Delivery(message, arrived, ready=True)
-        dtype = self.session.tensor_dtype(message)
-        if isinstance(message, InitParams | PushFragment | Broadcast | FinalFragment) and dtype:
-            verdict = partial(self._judged, delivery)
-            tensor = memoryview(message.tensor)
-            delivery.ready = self._scanner.complete(event.source, tensor, dtype, verdict)
-            if not delivery.ready:
-                self.hold()
-        elif isinstance(message, Heartbeat):
-            self._heartbeat_seen = True
-        self._deliveries.append(delivery)
-        self._deliver()
+    def on_quiet(self) -> None:
+        """See `InboundOwner`: tell the sink that it is over (W39)."""
+        if not self._reported:
+            self._reported = True
+            if self._announced:
+                self._sink.on_closed(self, self._reason)
+            self._announce_gone()
 
-    def _judged(self, delivery: _Delivery, error: ProtocolError | None) -> None:
-        """A worker has scanned the tensor of a message."""
-        delivery.ready = True
-        if error is not None and delivery in self._deliveries:
-            while self._deliveries.pop() is not delivery:
-                pass  # what came after the fault does not count
-            self._break(error)
-        self._deliver()
-        self.release()
-
-    def _deliver(self) -> None:
-        while self._deliveries and self._deliveries[0].ready:
-            delivery = self._deliveries.popleft()
-            self._sink.on_message(self, delivery.message, delivery.arrived)
-        if self.closed:
-            self._announce()
-
-    def _check_waiting(self) -> None:
-        paused = self._waiting >= MAX_WAITING
-        if paused == self._paused or self.closed:
-            return
-        self._paused = paused
-        if paused:
-            for stream in self._connections:
-                stream.pause_reading()
-        else:
-            self._loop.call_soon(self._resume)
-
-    def _unblock(self) -> None:
-        """A message is complete: slices that waited for memory may go on (W32)."""
-        if any(connection.blocked for connection in self._connections.values()):
-            self._loop.call_soon(self._resume)
-
-    def _resume(self) -> None:
-        for stream, connection in list(self._connections.items()):
-            if self.closed or self._paused:
-                return
-            self._process(stream)
-            if not (self.closed or self._paused or connection.blocked):
-                stream.resume_reading()
+    def on_broken(self, error: ProtocolError) -> None:
+        """See `InboundOwner`: the peer broke a rule (section 9)."""
+        if not self.closed:
+            self.fault = error
+            self._shut(error.text, error if self.session.role is Role.SYNCER else None)
 
     # -- outbound ----------------------------------------------------------------------------
 
@@ -446,12 +329,6 @@ class Group:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _break(self, error: ProtocolError) -> None:
-        """The peer broke a rule (section 9)."""
-        if not self.closed:
-            self.fault = error
-            self._shut(error.text, error if self.session.role is Role.SYNCER else None)
-
     def _read_out(self, seen: int, quiet: int, deadline: float) -> None:
         """Wait until two turns of the loop have brought no more bytes, then close."""
         if self.closed:
@@ -461,8 +338,8 @@ class Group:
         if quiet < 2 and self._loop.time() < deadline:
             self._loop.call_soon(self._read_out, self.bytes_in, quiet + 1, deadline)
             return
-        for stream in list(self._connections):
-            self._process(stream, rest=True)
+        for stream in list(self._streams.values()):
+            self._inbound.process(stream, rest=True)
         self._shut(self._reason, None)
 
     def _shut(self, reason: str, error: ProtocolError | None, *, linger: bool = False) -> None:
@@ -470,22 +347,19 @@ class Group:
             return
         self.closed = True
         self._reason = reason
-        self._ticker.cancel()
+        self._watch.stop()
         self._outbox = Outbox(SendCounters())
-        self._chunks.clear()
-        self._scanner.clear()
+        self._inbound.stop()
         self._wake_flushers()
         if self._on_gone is not None:
             self._on_gone(self)
-        for stream in self._connections:
-            stream.pause_reading()
         control = self._streams.get(0)
         if control is not None and (error is not None or linger):
             last = encode_frame(ErrorMessage(error.text)) if error is not None else b""
             control.linger(last, self.timeouts.linger, self._close_sockets)
         else:
             self._close_sockets()
-        self._loop.call_soon(self._deliver)
+        self._loop.call_soon(self._inbound.deliver)
 
     def _close_sockets(self) -> None:
         """Control first: a peer must not see a data socket die before it (W38)."""
@@ -494,45 +368,29 @@ class Group:
         self._sockets_closed = True
         self._announce_gone()
 
-    def _announce(self) -> None:
-        """Tell the sink, once everything that was complete has been delivered (W39)."""
-        if self._deliveries or self._reported:
-            return
-        self._reported = True
-        if self._announced:
-            self._sink.on_closed(self, self._reason)
-        self._announce_gone()
-
     def _announce_gone(self) -> None:
         if self._sockets_closed and self._reported and not self._gone.done():
             self._gone.set_result(None)
 
     # -- liveness ----------------------------------------------------------------------------
 
-    def _schedule_tick(self) -> asyncio.TimerHandle:
-        pause = min(self.timeouts.heartbeat, self.timeouts.stall) / _TICKS
-        self._next_tick = self._loop.time() + pause
-        return self._loop.call_later(pause, self._tick)
-
-    def _tick(self) -> None:
-        now = self._loop.time()
+    def _check_liveness(self, now: float) -> None:
         self._pool.age(now)
-        late = now - self._next_tick
-        self._ticker = self._schedule_tick()
-        if late > 2 * (self._next_tick - now):
-            return  # the loop was stopped: what has arrived meanwhile must be read first
-        silence = now - max((s.last_read for s in self._streams.values()), default=now)
-        timeouts = self.timeouts
-        blocked = any(connection.blocked for connection in self._connections.values())
-        if any(stream.stalled_for(now) > timeouts.stall for stream in self._streams.values()):
-            self._shut(f"output has made no progress for {timeouts.stall:g} s", None)
-        elif self._paused:
-            return  # we do not read: the silence is ours
-        elif blocked and silence > timeouts.stall:
-            self._shut(f"reassembly has made no progress for {timeouts.stall:g} s", None)
-        elif (
-            self.session.role is Role.SYNCER
-            and self._heartbeat_seen
-            and silence > timeouts.heartbeat
-        ):
-            self._shut(f"no byte for {timeouts.heartbeat:g} s", None)
+        reason = self._stuck(now)
+        if reason is not None:
+            self._shut(reason, None)
+
+    def _stuck(self, now: float) -> str | None:
+        """Why the group must go, if it must."""
+        streams = self._streams.values()
+        stall, heartbeat = self.timeouts.stall, self.timeouts.heartbeat
+        if max((stream.stalled_for(now) for stream in streams), default=0.0) > stall:
+            return f"output has made no progress for {stall:g} s"
+        if self._inbound.paused:
+            return None  # we do not read: the silence is ours
+        silence = now - max((stream.last_read for stream in streams), default=now)
+        if self._inbound.blocked and silence > stall:
+            return f"reassembly has made no progress for {stall:g} s"
+        if self.session.role is Role.LEARNER or not self._inbound.heartbeat_seen:
+            return None
+        return f"no byte for {heartbeat:g} s" if silence > heartbeat else None
