@@ -101,16 +101,17 @@ class Budget:
         due = self.deadline()
         if due is None or now < due:
             return
-        missing = self._first_expired(now - self._ctx.config.quorum_timeout)
+        missing = self._first_expired(now)
         self._ctx.fail(
             f"learner {missing} gave no sign of life and no budget report for "
             f"{self._ctx.config.quorum_timeout:g} s: the benchmark is void"
         )
 
-    def _first_expired(self, since: float) -> int:
+    def _first_expired(self, now: float) -> int:
         for learner_id in range(self._ctx.config.learners):
             if learner_id in self._reports:
                 continue
-            if self._renewed.get(learner_id, self._closed_at) <= since:
+            since = self._renewed.get(learner_id, self._closed_at)
+            if since + self._ctx.config.quorum_timeout <= now:
                 return learner_id
         raise AssertionError("no lease has expired")

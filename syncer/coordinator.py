@@ -182,8 +182,8 @@ class Coordinator:
             self._budget.tick(now)
         self._finalization.tick(now)
         if self._ctx.phase not in FINALIZING:
-            stalled = now - self._config.stall_timeout
-            self._lingering += self._ctx.members.take_superseded(stalled)
+            timeout = self._config.stall_timeout
+            self._lingering += self._ctx.members.take_superseded(timeout, now)
 
     def _next(self) -> float | None:
         times = [self._saver.deadline, self._startup.deadline(), self._finalization.deadline()]

@@ -127,10 +127,10 @@ class Membership:
             self._superseded.popleft()
         return None
 
-    def take_superseded(self, since: float) -> list[Group]:
-        """Take the groups superseded at `since` or before out of the queue, living ones only."""
+    def take_superseded(self, timeout: float, now: float) -> list[Group]:
+        """Take the groups superseded at least `timeout` seconds ago out of the queue."""
         taken = []
-        while (oldest := self.oldest_superseded()) is not None and oldest <= since:
+        while (oldest := self.oldest_superseded()) is not None and oldest + timeout <= now:
             taken.append(self._superseded.popleft())
         return taken
 

@@ -205,7 +205,8 @@ class CoreMachine(RuleBasedStateMachine):
         grace=st.sampled_from([0.0, 1.0, 5.0]),
         interval=st.sampled_from([0.0, 0.0, 0.5]),
         mark=st.booleans(),
-        budget=st.sampled_from([None, None, None, BUDGET]),
+        budget=st.sampled_from([None, None, None, None, None, BUDGET]),
+        started=st.sampled_from([LEARNERS, LEARNERS, 3, 2, 0]),
     )
     def begin(
         self,
@@ -220,6 +221,7 @@ class CoreMachine(RuleBasedStateMachine):
         interval: float,
         mark: bool,
         budget: int | None,
+        started: int,
     ) -> None:
         if total is not None:
             resumed = min(resumed, total)
@@ -248,6 +250,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.budget = budget
         self.watcher = Watcher(self.driver, min(pipeline, fragments), resumed + 1)
         self.generation = 0
+        for learner in range(started if budget is None else LEARNERS):
+            self.join(learner)
+        if started:
+            self.init()
+            self._settle_tasks()
 
     def send(self, event: e.Event) -> list[c.Command]:
         """One event; the watcher sees every command."""
@@ -407,6 +414,14 @@ class CoreMachine(RuleBasedStateMachine):
             out = self.send(e.HeartbeatReceived(member, step, self.driver.now))
             assert out == []
 
+    @precondition(lambda self: not self.over and self._open())
+    @rule()
+    def a_round_goes_well(self) -> None:
+        """What usually happens: everyone answers, merge and disk work."""
+        self.everyone_answers(7)
+        if not self.over:
+            self._settle_tasks()
+
     # ---- results, in any order
 
     @precondition(lambda self: not self.over and self.driver.open_of(c.StartMerge))
@@ -477,7 +492,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.send(e.BudgetDoneReceived(member, None if wrong else BUDGET))
 
     @precondition(lambda self: not self.over)
-    @rule(really=st.sampled_from([False] * 9 + [True]))
+    @rule(really=st.sampled_from([False] * 19 + [True]))
     def signal(self, really: bool) -> None:
         if really:
             self.send(e.StopSignal())

@@ -24,9 +24,9 @@ def run(examples: int, steps: int) -> None:
 
 
 def test_random_runs_keep_every_invariant() -> None:
-    run(25, 40)
+    run(20, 30)
 
 
 @pytest.mark.slow
 def test_many_random_runs_keep_every_invariant() -> None:
-    run(1500, 60)
+    run(1000, 50)
