@@ -17,8 +17,29 @@ class StopBeforeStart(BaseException):
     """A signal came before the listener was up: nothing to finalize (C82)."""
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise StopBeforeStart
+class EarlySignals:
+    """SIGINT and SIGTERM before the event loop takes them over.
+
+    While libraries load a signal is only noted: what they do with an exception is not ours to
+    say. After `interrupt` it breaks off whatever the start is waiting for.
+    """
+
+    def __init__(self) -> None:
+        self._interrupts = False
+        self._came = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if self._interrupts:
+            raise StopBeforeStart
+
+    def interrupt(self) -> None:
+        """From now on a signal, and one that came before, raises `StopBeforeStart`."""
+        self._interrupts = True
+        if self._came:
+            raise StopBeforeStart
 
 
 @click.group(invoke_without_command=True)
@@ -38,12 +59,12 @@ def main(context: click.Context, /, **values: Any) -> None:
         click.echo(options.profile.digest().hex())
         return
     cs.setup_logging(options.log_level, options.log_format)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
-    try:
-        # Here and not above: torch takes more than a second, a usage error should not.
-        from syncer.server import run  # noqa: PLC0415
+    signals = EarlySignals()
+    # Here and not above: torch takes more than a second, a usage error should not.
+    from syncer.server import run  # noqa: PLC0415
 
+    try:
+        signals.interrupt()
         code = run(options, timeouts)
     except StopBeforeStart:
         code = 1 if options.mark_final_checkpoint else 0

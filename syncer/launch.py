@@ -7,6 +7,7 @@ had opened.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
             resumed = _open_store(store, options, undo)
         except CheckpointRefused as error:
             raise StartRefused(error.message) from error
+        _check_ready_file(options)
         svd, drain_svd = _start_svd(options, timeouts, undo)
         tape = _open_tape(options)
         tape_step = None
@@ -116,6 +118,18 @@ def _start_svd(
     if options.iso_backend == "scalar":
         return ScalarSvd(options.iso_rank_cutoff), None
     raise StartRefused("--iso-backend torch-svd is not there yet")
+
+
+def _check_ready_file(options: SyncerOptions) -> None:
+    """It is written last; that it can't be should be known before anything is announced."""
+    if options.ready_file is None:
+        return
+    directory = os.path.dirname(os.path.abspath(options.ready_file))
+    if not os.access(directory, os.W_OK | os.X_OK) or os.path.isdir(options.ready_file):
+        raise StartRefused(
+            f"--ready-file {options.ready_file} can't be written: give a file name in a directory "
+            "that exists and is writable"
+        )
 
 
 def _open_tape(options: SyncerOptions) -> TapeWriter | None:

@@ -52,12 +52,6 @@ def run(
     options: SyncerOptions, timeouts: WorkerTimeouts, loop_factory: LoopFactory = new_event_loop
 ) -> int:
     """One run of the syncer, from the lock to the exit code (C84)."""
-    for text in options.warnings:
-        LOGGER.warning("%s", text)
-    if not is_loopback(options.host):
-        LOGGER.warning(
-            "--host %s is not a loopback address: whoever reaches it may join", options.host
-        )
     try:
         launched = launch(options, timeouts)
         with launched.cleanup, asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -91,8 +85,8 @@ async def serve(launched: Launched) -> int:
     try:
         host, port = await _listen(acceptor, options)
         try:
+            _announce(launched, host, port)
             with _ready_file(options, host, port, launched.profile):
-                _announce(launched, host, port)
                 _record_resume(launched, actor)
                 return await _until_finished(actor, acceptor)
         finally:
@@ -160,6 +154,12 @@ def _ready_file(options: SyncerOptions, host: str, port: int, profile: bytes) ->
 def _announce(launched: Launched, host: str, port: int) -> None:
     options = launched.options
     resumed = launched.resumed
+    for text in options.warnings:
+        LOGGER.warning("%s", text)
+    if not is_loopback(options.host):
+        LOGGER.warning(
+            "--host %s is not a loopback address: whoever reaches it may join", options.host
+        )
     cs.log_event(
         LOGGER,
         logging.INFO,

@@ -13,8 +13,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tests.system.zygote import zygote
 from wire.dtypes import DType
 from wire.frames import CHUNK_HEADER, FRAME_HEADER, MAGIC, MessageType
 from wire.layout import MergeMode, NamedFragment, NamedLayout, TensorSpec
@@ -342,7 +341,12 @@ def frame(kind: int, payload: bytes, *, magic: int = MAGIC, length: int | None =
 
 
 class Syncer:
-    """A real `yeto-syncer` process in a directory of its own."""
+    """A real `yeto-syncer` process in a directory of its own.
+
+    Attributes:
+        pid: of the process.
+        port: as the ready file names it.
+    """
 
     def __init__(self, directory: Path, *arguments: str, wait: bool = True) -> None:
         self.directory = directory
@@ -359,43 +363,51 @@ class Syncer:
             "--sync-interval-steps": "0",
         }
         given = {argument.split("=")[0] for argument in arguments}
-        command = [str(Path(sys.executable).parent / "yeto-syncer"), *arguments]
-        for flag, value in options.items():
-            if flag not in given:
-                command += [flag, value]
-        with self._stderr_path.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                command, cwd=directory, stderr=stderr, stdout=subprocess.DEVNULL
-            )
+        defaults = [item for flag, value in options.items() if flag not in given
+                    for item in (flag, value)]  # fmt: skip
+        self.pid = zygote().start(
+            [*arguments, *defaults], directory, directory / "stdout.txt", self._stderr_path
+        )
         self.port = 0
         if wait:
             self.wait_ready()
 
     @property
     def stderr(self) -> str:
+        """Everything that processes of this directory have said."""
         return self._stderr_path.read_text()
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended; negative for a signal."""
+        return zygote().poll(self.pid)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
         """Until the ready file names the port."""
         end = time.monotonic() + timeout
         while not self.ready_path.exists():
-            assert self.process.poll() is None, f"exit {self.process.returncode}: {self.stderr}"
+            code = self.poll()
+            assert code is None, f"exit {code}: {self.stderr}"
             assert time.monotonic() < end, "the syncer is not ready"
-            time.sleep(0.01)
+            time.sleep(0.005)
         self.port = json.loads(self.ready_path.read_text())["port"]
 
     def wait(self, timeout: float = WAIT) -> int:
         """The exit code."""
-        return self.process.wait(timeout)
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < end, f"still running: {self.stderr[-500:]}"
+            time.sleep(0.005)
+        return code
 
     def signal(self, number: int = signal.SIGTERM) -> None:
-        self.process.send_signal(number)
+        """Send a signal."""
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end; harmless when it has ended."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
 
     def __enter__(self) -> Syncer:
         return self

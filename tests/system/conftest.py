@@ -1,0 +1,40 @@
+"""Processes of a test are gone when the test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.client import Client, Syncer
+
+
+@pytest.fixture
+def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
+    """Starts `yeto-syncer` with options; all in one directory."""
+    started: list[Syncer] = []
+
+    def start(*arguments: str, wait: bool = True) -> Syncer:
+        process = Syncer(tmp_path, *arguments, wait=wait)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def join() -> Iterator[Callable[..., Client]]:
+    """Connects scripted clients: `join(syncer, learner_id, ...)`."""
+    joined: list[Client] = []
+
+    def connect(process: Syncer, learner_id: int = 0, **options: object) -> Client:
+        client = Client(process.port, learner_id, **options)  # type: ignore[arg-type]
+        joined.append(client)
+        return client
+
+    yield connect
+    for client in joined:
+        client.close()
