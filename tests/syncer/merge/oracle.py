@@ -86,7 +86,7 @@ def heloco(g: np.ndarray, m: np.ndarray) -> np.ndarray:
     if c < 0:
         beta = min(0.5 * (-c) * conf, 0.5)
         with np.errstate(over="ignore"):
-        return g + F(-beta * c * nd / nm) * m
+            return g + F(-beta * c * nd / nm) * m
     lam = min(1.0 * (1 - c) * conf, 1)
     t = ((1 - lam) / nd) * g.astype(np.float64) + (lam / nm) * m.astype(np.float64)
     length = math.sqrt(np.cumsum(t * t)[-1])
