@@ -33,6 +33,8 @@ from checkpoint.format import (
     version_at,
 )
 from checkpoint.snapshot import FragmentState
+from wire.dtypes import DType
+from wire.tensors import representable
 
 READ_LIMIT = 8 << 20
 """Bytes of the largest single read (K6)."""
@@ -209,7 +211,7 @@ def load_fragment(source: Source, head: FragmentHead) -> LoadedFragment:
     digest = _blake2b()
     bad = None
     for half, piece in _pieces(source, head, digest, values):
-        if bad is None and not is_finite(piece):
+        if bad is None and not representable(torch.from_numpy(piece), DType.F32):
             bad = _HALVES[half]
     both = torch.from_numpy(values)
     state = FragmentState(head.version, both[: head.numel], both[head.numel :])
@@ -223,7 +225,7 @@ def scan_fragment(source: Source, head: FragmentHead) -> FragmentScan:
     bad = [0, 0]
     for half, piece in _pieces(source, head, digest, None):
         values = piece
-        if not is_finite(piece):
+        if not representable(torch.from_numpy(piece), DType.F32):
             finite = np.isfinite(piece)
             bad[half] += piece.size - int(np.count_nonzero(finite))
             values = piece[finite]
@@ -258,11 +260,6 @@ def _pieces(
             read_values(source, head, half, start, piece)
             digest.update(piece.view(np.uint8).data)
             yield half, piece
-
-
-def is_finite(values: NDArray[np.float32]) -> bool:
-    """Whether all values are finite; two reductions, no temporary arrays."""
-    return not values.size or bool(np.isfinite(values.min()) and np.isfinite(values.max()))
 
 
 def digest_range(source: Source, start: int, end: int) -> str:

@@ -66,4 +66,4 @@ class Names:
         )
 
     def _adjacent(self, suffix: str) -> Path:
-        return self.checkpoint.with_name(self.checkpoint.name + suffix)
+        return Path(f"{self.checkpoint}{suffix}")

@@ -12,10 +12,21 @@ from checkpoint.codec import HalfScan
 from checkpoint.format import ledger_mapping
 from checkpoint.inspection import HALVES, Inspection
 
+PIPE_WIDTH = 160
+"""Columns where no terminal says how many there are."""
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a pipe or a file, as wide as the tables need."""
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
 
 def render_inspection(found: Inspection) -> None:
     """Facts, fragments and ledger of one file."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     header, trailer = found.structure.header, found.structure.trailer
     sweep = "" if trailer.sweep is None else f", sweep {trailer.sweep}"
     integrity = found.integrity
@@ -71,14 +82,12 @@ def _measure(half: HalfScan) -> str:
 def render_verification(path: Path, status: str, step: int) -> None:
     """One line of `verify`."""
     why = "" if status == "verified" else ": it is readable, no digests were there to compare"
-    Console(highlight=False, soft_wrap=True).print(
-        f"{path}: step {step} {status}{why}", markup=False
-    )
+    _console().print(f"{path}: step {step} {status}{why}", markup=False)
 
 
 def render_comparison(result: dict[str, Any]) -> None:
     """Facts that differ, and the fragments that differ with their distances."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     if result["equal"]:
         console.print("the checkpoints are equal")
         return

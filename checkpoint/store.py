@@ -81,6 +81,11 @@ class CheckpointStore:
             CheckpointRefused: `directory` or `locked`.
         """
         names = self.names
+        if names.checkpoint.name in ("", ".."):
+            raise CheckpointRefused(
+                Reason.DIRECTORY,
+                f"{names.checkpoint} is not a file name; give another --checkpoint-path",
+            )
         try:
             fd = os.open(names.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:

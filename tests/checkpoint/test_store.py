@@ -70,7 +70,7 @@ def test_k8_without_locks_a_warning_and_full_writes_only(
     assert (tmp_path / "P").read_bytes() == encode(cut(5))
 
 
-@pytest.mark.parametrize("name", ["missing/P", "P.lock/P"])
+@pytest.mark.parametrize("name", ["missing/P", "P.lock/P", "..", "/"])
 def test_directory_that_cannot_be_used(tmp_path: Path, name: str) -> None:
     (tmp_path / "P.lock").touch()
     with pytest.raises(CheckpointRefused, match="another --checkpoint-path") as refusal:
