@@ -29,7 +29,7 @@ from syncer.merge.engine import merge_round
 from syncer.merge.plan import MergeResult, NonFiniteMerge
 from syncer.recorder import Recorder
 from syncer.services import Services
-from syncer.workers import Workers, submit
+from syncer.workers import Workers, call_in, submit
 from wire import cli_support as cs
 from wire.dtypes import DType
 from wire.errors import ProtocolError
@@ -146,6 +146,10 @@ class Actor:
     def fail(self, reason: str) -> None:
         """End the run with exit 1 (C84)."""
         self.post(e.Failure(reason))
+
+    def fail_from_thread(self, reason: str) -> None:
+        """`fail`, from any thread; nothing once the loop is closed."""
+        call_in(self._loop, self.fail, reason)
 
     def _drain(self) -> None:
         self._running = True

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from checkpoint.store import CheckpointStore
 from syncer.config import CoordinatorConfig
 from syncer.merge.plan import SvdBackend
 from syncer.options import SyncerOptions, WorkerTimeouts
+from syncer.svd.pool import PoolPoisoned, PoolSettings, SvdPool
 from syncer.svd.scalar import ScalarSvd
 from syncer.tape import TapeError, TapeWriter
 
@@ -40,7 +43,8 @@ class Launched:
     Attributes:
         profile: syncer profile hash, 32 bytes.
         tape_step: step of the last commit record that a resumed tape holds.
-        drain_svd: waits for the SVD pool, None without one.
+        drain_svd: waits for the SVD pool and ends it, None without one.
+        alarm: tells of a fault of the pool.
         cleanup: gives everything back, in reverse order.
     """
 
@@ -50,6 +54,7 @@ class Launched:
     resumed: ResumeFile | None
     svd: SvdBackend
     drain_svd: Callable[[], None] | None
+    alarm: PoolAlarm
     tape: TapeWriter | None
     tape_step: int | None
     cleanup: contextlib.ExitStack
@@ -74,7 +79,8 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
         except CheckpointRefused as error:
             raise StartRefused(error.message) from error
         _check_ready_file(options)
-        svd, drain_svd = _start_svd(options, timeouts, undo)
+        alarm = PoolAlarm()
+        svd, drain_svd = _start_svd(options, timeouts, alarm, undo)
         tape = _open_tape(options)
         tape_step = None
         if tape is not None:
@@ -87,6 +93,7 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
             resumed=resumed,
             svd=svd,
             drain_svd=drain_svd,
+            alarm=alarm,
             tape=tape,
             tape_step=tape_step,
             cleanup=undo.pop_all(),
@@ -111,13 +118,61 @@ def _open_store(
     return resumed
 
 
+class PoolAlarm:
+    """Carries a fault of the SVD pool, from any thread, to the run once there is one (N34)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fault: str | None = None
+        self._tell: Callable[[str], None] | None = None
+
+    def ring(self, fault: str) -> None:
+        """The pool is poisoned."""
+        with self._lock:
+            self._fault = fault
+            tell = self._tell
+        if tell is not None:
+            tell(fault)
+
+    def connect(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with a fault, at once if there was one; `tell` is safe in any thread."""
+        with self._lock:
+            self._tell = tell
+            fault = self._fault
+        if fault is not None:
+            tell(fault)
+
+
 def _start_svd(
-    options: SyncerOptions, timeouts: WorkerTimeouts, undo: contextlib.ExitStack
+    options: SyncerOptions, timeouts: WorkerTimeouts, alarm: PoolAlarm, undo: contextlib.ExitStack
 ) -> tuple[SvdBackend, Callable[[], None] | None]:
     """The pool's children are up before the listener is (N28)."""
     if options.iso_backend == "scalar":
         return ScalarSvd(options.iso_rank_cutoff), None
-    raise StartRefused("--iso-backend torch-svd is not there yet")
+    settings = PoolSettings(
+        devices=options.iso_worker_devices,
+        python=options.iso_worker_python or sys.executable,
+        capacity=options.iso_worker_queue_capacity,
+        startup_s=timeouts.startup,
+        request_s=timeouts.request,
+        drain_s=timeouts.drain,
+        rank_cutoff=options.iso_rank_cutoff,
+    )
+    pool = SvdPool(settings, alarm.ring)
+    undo.callback(pool.close)
+    try:
+        pool.start()
+    except PoolPoisoned as error:
+        raise StartRefused(
+            f"{error}; check --iso-worker-python and --iso-worker-devices"
+        ) from error
+
+    def drain() -> None:
+        """Nothing is asked of the pool after a drain, so its end is no fault any more."""
+        pool.drain()
+        pool.close()
+
+    return pool, drain
 
 
 def _check_ready_file(options: SyncerOptions) -> None:

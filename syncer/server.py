@@ -79,6 +79,7 @@ async def serve(launched: Launched) -> int:
     )
     core = Coordinator(coordinator_config(options), launched.resumed)
     actor = Actor(core, services, workers, loop)
+    launched.alarm.connect(actor.fail_from_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, actor.post, StopSignal())
     acceptor = _acceptor(options, actor, workers)

@@ -42,6 +42,15 @@ class Workers:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Call something on the loop, from any thread; nothing when the loop is closed already."""
+    try:
+        loop.call_soon_threadsafe(call, *args)
+    except RuntimeError:
+        if not loop.is_closed():  # else the process ends: nobody waits for this any more
+            raise
+
+
 def submit(
     loop: asyncio.AbstractEventLoop,
     pool: ThreadPoolExecutor,
@@ -51,12 +60,7 @@ def submit(
     """Run `job` in `pool`, then `done` on the loop with its finished future."""
 
     def finished(future: Future[T]) -> None:
-        if future.cancelled():
-            return
-        try:
-            loop.call_soon_threadsafe(done, future)
-        except RuntimeError:
-            if not loop.is_closed():  # else the process ends: nobody waits for this any more
-                raise
+        if not future.cancelled():
+            call_in(loop, done, future)
 
     pool.submit(job).add_done_callback(finished)

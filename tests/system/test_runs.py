@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from syncer.tape import EventRecord, read_commits, read_tape
-from tests.system.client import Client, Syncer, drive
+from tests.system.client import Client, Syncer, drive, frame
 from wire.dtypes import DType
-from wire.messages import Broadcast, FinalAck, PullRequest
+from wire.layout import MergeMode, NamedFragment, NamedLayout, TensorSpec
+from wire.messages import Broadcast, BudgetDone, FinalAck, PullRequest
 
 Start = Callable[..., Syncer]
 Join = Callable[..., Client]
@@ -233,8 +235,6 @@ def test_a_learner_that_reconnects_during_delivery_gets_the_cut_again(
 
 def test_budget_cutoff(syncer: Start, join: Join) -> None:
     """C70 to C74: gate, whole rounds discarded, unmarked checkpoint, all sockets closed."""
-    from wire.messages import BudgetDone
-
     options = ("--learners", "2", "--quorum", "1", "--learner-budget-steps", "10")
     process = syncer(*options)
     Path(f"{process.checkpoint}.final").write_text("stale")
@@ -255,8 +255,6 @@ def test_budget_cutoff(syncer: Start, join: Join) -> None:
 @pytest.mark.parametrize("payload", [struct.pack("<Q", 11), b"123456789"])
 def test_a_wrong_budget_report_ends_the_run(syncer: Start, join: Join, payload: bytes) -> None:
     """C75."""
-    from tests.system.client import frame
-
     process = syncer("--learners", "1", "--quorum", "1", "--learner-budget-steps", "10")
     client = join(process)
     client.init(INIT)
@@ -274,3 +272,47 @@ def test_json_logs_are_objects(syncer: Start) -> None:
     listening = next(line for line in lines if line.get("event") == "listening")
     assert listening["port"] == process.port
     assert len(listening["semantic_profile_sha256"]) == 64
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+
+
+def iso_layout() -> NamedLayout:
+    return NamedLayout(
+        tuple(
+            NamedFragment(MergeMode.ISO, (TensorSpec(f"w{index}", shape),))
+            for index, shape in enumerate([(2, 3), (2, 2)])
+        )
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+@needs_proc
+def test_a_run_with_svd_workers_and_one_that_loses_its_worker(syncer: Start, join: Join) -> None:
+    """N28, N33, N34: a dead worker ends the run with exit 1, the file at the path stays."""
+    options = ("--quorum", "1", "--iso-backend", "torch-svd", "--checkpoint-every", "1")
+    process = syncer(*options, "--total-steps", "2", *PLAIN)
+    client = join(process, layout=iso_layout())
+    client.init(INIT)
+    drive([client])
+    assert process.wait() == 0
+    header = process.checkpoint.read_bytes()
+    assert header[4] == 1  # K1: the backend byte
+    again = syncer(*options, "--total-steps", "9", "--resume", *PLAIN)
+    workers = [
+        pid
+        for pid in children(again.pid)
+        if b"syncer.svd.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(workers) == 1
+    second = join(again, layout=iso_layout())
+    second.expect(Broadcast)
+    os.kill(workers[0], signal.SIGKILL)
+    assert again.wait() == 1
+    assert "SVD worker on cpu" in again.stderr.splitlines()[-1]
+    assert again.checkpoint.read_bytes() == header
