@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,11 +25,13 @@ from safetensors.torch import load_file
 
 from benchmarks.demo.picture import draw
 from benchmarks.demo.programs import Programs
-from benchmarks.demo.record import LearnerRecord, RunRecord
+from benchmarks.demo.record import ALONE, LearnerRecord, RunRecord
 from benchmarks.demo.screen import Screen
 from learner.tasks.bytes_lm import ByteGPT, sample
 from syncer.tape import CommitRecord, read_commits
 
+TAPE = "tape.jsonl"
+LEAST_ROUNDS = 12
 OWN_MARK = ".made-by-yeto-demo"
 TICK_S = 0.2
 SYNCER_START_S = 60.0
@@ -39,32 +41,20 @@ PROMPT = b"def "
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the demo is; the defaults take about 100 s on two cores."""
+    """How large the demo is: on two cores it ends after about 100 s by one limit or the other."""
 
     learners: int = 3
-    rounds: int = 96
-    sync_interval_steps: int = 16
+    rounds: int = 300
+    seconds: float = 95.0
+    sync_interval_steps: int = 12
     fragments: int = 6
     layers: int = 3
     width: int = 96
     heads: int = 4
     seq_len: int = 128
     batch_size: int = 8
-    lr: float = 2e-3
+    lr: float = 1e-3
     eval_every_steps: int = 25
-
-    @property
-    def task_flags(self) -> list[str]:
-        """Flags of `yeto-learner` that decide the model and its training."""
-        return [
-            f"--layers={self.layers}",
-            f"--width={self.width}",
-            f"--heads={self.heads}",
-            f"--seq-len={self.seq_len}",
-            f"--batch-size={self.batch_size}",
-            f"--lr={self.lr}",
-            f"--eval-every-steps={self.eval_every_steps}",
-        ]
 
 
 class DemoFailed(Exception):
@@ -75,10 +65,11 @@ def main() -> int:
     """Runs the demo; the exit code says whether it kept its promises."""
     parser = argparse.ArgumentParser(prog="benchmarks.demo", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("demo-run"), metavar="DIR")
-    parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="outer steps")
-    parser.add_argument("--no-baseline", action="store_true", help="skip the learner alone")
+    parser.add_argument("--rounds", type=int, default=Sizes.rounds, help="end after so many")
+    parser.add_argument("--seconds", type=float, default=Sizes.seconds, help="or after so long")
+    parser.add_argument("--no-baseline", action="store_true", help="without the learner alone")
     arguments = parser.parse_args()
-    sizes = Sizes(rounds=arguments.rounds)
+    sizes = Sizes(rounds=arguments.rounds, seconds=arguments.seconds)
     console = Console(highlight=False)
     try:
         make_folder(arguments.output)
@@ -107,48 +98,79 @@ def tell(console: Console, folder: Path, sizes: Sizes, *, baseline: bool) -> Non
     started = time.time()
     console.print(
         f"One syncer and {sizes.learners} learners, each a process of its own, train one "
-        f"byte-level GPT on the standard library's source text.\n"
-        f"{sizes.rounds} rounds; files go to {folder}/."
+        "byte-level GPT on the\nsource text of the standard library"
+        f"{', and one more learner trains alone' if baseline else ''}. "
+        f"It ends after {sizes.rounds} rounds\nor {sizes.seconds:.0f} s, with the "
+        f"syncer's Ctrl-C. Files go to {folder}/.",
+        soft_wrap=True,
     )
-    run = train_together(folder, sizes, started)
+    torch.set_num_threads(1)
+    run = RunRecord({f"learner-{i}": LearnerRecord() for i in range(sizes.learners)})
+    run.alone = LearnerRecord() if baseline else None
+    train(run, folder, sizes, started)
     check_bits(folder, list(run.learners))
-    alone = train_alone(folder, sizes, run, started) if baseline else None
     write_sample(folder, sizes)
-    draw(run, alone, folder / "demo.png")
-    summarise(console, folder, run, alone, time.time() - started)
+    draw(run, folder / "demo.png")
+    summarise(console, folder, run, time.time() - started)
     check_losses(run)
 
 
-def train_together(folder: Path, sizes: Sizes, started: float) -> RunRecord:
-    """Syncer and learners from start to final cut; what they said on the way."""
-    run = RunRecord({f"learner-{i}": LearnerRecord() for i in range(sizes.learners)})
-    tape = folder / "tape.jsonl"
-    with Programs(folder) as programs, Screen(run, sizes.rounds, started) as screen:
+def train(run: RunRecord, folder: Path, sizes: Sizes, started: float) -> None:
+    """Syncer and learners from start to final cut; fills `run` with what they said."""
+    with Programs(folder) as programs, Screen(run, started) as screen:
         port = start_syncer(programs, folder, sizes)
         for number, name in enumerate(run.learners):
-            programs.start(
-                name,
-                "yeto-learner",
-                f"--connect=127.0.0.1:{port}",
-                f"--learner-id={number}",
-                f"--fragments={sizes.fragments}",
-                "--wire-dtype=f32",
-                f"--output-dir={folder / name}",
-                *sizes.task_flags,
-            )
-        waiting = ["syncer", *run.learners]
-        while waiting:
+            flags = learner_flags(folder / name, sizes, f"127.0.0.1:{port}", number)
+            programs.start(name, "yeto-learner", *flags)
+        if run.alone is not None:
+            flags = learner_flags(folder / ALONE, sizes, "none", 0)
+            programs.start(ALONE, "yeto-learner", *flags)
+        waiting, stopping = {"syncer", *run.learners}, False
+        while waiting or not alone_is_done(run):
             line = programs.next_line(TICK_S)
             if line is not None:
                 run.add_line(line)
                 screen.line(line)
-            for commit in new_commits(tape, len(run.rounds)):
+            for commit in new_commits(folder / TAPE, len(run.rounds)):
                 run.rounds.append(commit)
                 screen.commit(commit)
             screen.refresh(time.time())
+            if not stopping and is_over(run, sizes, time.time() - started):
+                programs.signal("syncer", signal.SIGINT)
+                stopping = True
             if line is None:
-                waiting = [name for name in waiting if not ended_well(programs, name)]
-    return run
+                waiting = {name for name in waiting if not ended_well(programs, name)}
+                if run.alone is not None:
+                    ended_well(programs, ALONE)
+
+
+def is_over(run: RunRecord, sizes: Sizes, took: float) -> bool:
+    """Whether it is time to end the run: enough rounds, or enough time and a few rounds."""
+    rounds = len(run.rounds)
+    return rounds >= sizes.rounds or (took >= sizes.seconds and rounds >= LEAST_ROUNDS)
+
+
+def alone_is_done(run: RunRecord) -> bool:
+    """Whether the learner alone was evaluated after as many steps as the others did."""
+    return run.alone is None or run.alone.evaluated_step >= run.own_steps
+
+
+def learner_flags(folder: Path, sizes: Sizes, connect: str, number: int) -> list[str]:
+    """Flags of one learner of the run, or (`connect` is none) of the one that trains alone."""
+    return [
+        f"--connect={connect}",
+        f"--learner-id={number}",
+        f"--fragments={sizes.fragments}",
+        "--wire-dtype=f32",
+        f"--output-dir={folder}",
+        f"--layers={sizes.layers}",
+        f"--width={sizes.width}",
+        f"--heads={sizes.heads}",
+        f"--seq-len={sizes.seq_len}",
+        f"--batch-size={sizes.batch_size}",
+        f"--lr={sizes.lr}",
+        f"--eval-every-steps={sizes.eval_every_steps}",
+    ]
 
 
 def ended_well(programs: Programs, name: str) -> bool:
@@ -172,12 +194,11 @@ def start_syncer(programs: Programs, folder: Path, sizes: Sizes) -> int:
         f"--quorum={sizes.learners}",
         "--port=0",
         f"--ready-file={ready}",
-        f"--total-steps={sizes.rounds}",
         f"--sync-interval-steps={sizes.sync_interval_steps}",
         "--checkpoint-every=1",
         "--mark-final-checkpoint",
         f"--checkpoint-path={folder / 'yeto-state.ckpt'}",
-        f"--event-tape={folder / 'tape.jsonl'}",
+        f"--event-tape={folder / TAPE}",
     )
     deadline = time.monotonic() + SYNCER_START_S
     while not ready.exists():
@@ -220,30 +241,6 @@ def check_bits(folder: Path, names: list[str]) -> None:
                 raise DemoFailed(f"{key} of {name} differs from the syncer's cut")
 
 
-def train_alone(folder: Path, sizes: Sizes, run: RunRecord, started: float) -> LearnerRecord:
-    """The same learner without a syncer, for as many steps as learner 0 did."""
-    steps = run.learners["learner-0"].local_step
-    alone = LearnerRecord()
-    record = RunRecord({"alone": alone})
-    with Programs(folder) as programs, Screen(record, sizes.rounds, started) as screen:
-        programs.start(
-            "alone",
-            "yeto-learner",
-            "--connect=none",
-            "--learner-id=0",
-            f"--max-local-steps={steps}",
-            f"--threads={min(4, os.cpu_count() or 1)}",
-            *sizes.task_flags,
-        )
-        while True:
-            line = programs.next_line(TICK_S)
-            if line is not None:
-                record.add_line(line)
-                screen.line(line)
-            elif ended_well(programs, "alone"):
-                return alone
-
-
 def write_sample(folder: Path, sizes: Sizes) -> None:
     """Lets the merged model write a little source text."""
     model = ByteGPT(
@@ -255,9 +252,7 @@ def write_sample(folder: Path, sizes: Sizes) -> None:
     (folder / "sample.txt").write_bytes(PROMPT + text + b"\n")
 
 
-def summarise(
-    console: Console, folder: Path, run: RunRecord, alone: LearnerRecord | None, took: float
-) -> None:
+def summarise(console: Console, folder: Path, run: RunRecord, took: float) -> None:
     """The short table at the end."""
     table = Table(title="held-out loss, nats per byte", title_justify="left")
     for name in ("", "own steps", "at the start", "at the end", "rounds answered", "pushed"):
@@ -271,16 +266,15 @@ def summarise(
             f"{run.answers(number)} of {len(run.rounds)}",
             f"{learner.push_bytes / 1e6:.1f} MB",
         )
-    learner = next(iter(run.learners.values()))
     table.add_row(
-        "merged model", "", f"{learner.first_loss:.3f}", f"{learner.last_loss:.3f}", style="bold"
+        "merged model", "", f"{run.first_loss:.3f}", f"{run.merged_loss:.3f}", style="bold"
     )
-    if alone is not None:
+    if run.alone is not None:
         table.add_row(
-            "one learner alone",
-            str(alone.local_step),
-            f"{alone.first_loss:.3f}",
-            f"{alone.last_loss:.3f}",
+            "alone",
+            str(run.own_steps),
+            f"{run.alone.first_loss:.3f}",
+            f"{run.alone.loss_at(run.own_steps):.3f}",
         )
     console.print(table)
     console.print(
@@ -292,8 +286,7 @@ def summarise(
 
 def check_losses(run: RunRecord) -> None:
     """The held-out loss of the merged model must have fallen by a quarter."""
-    learner = next(iter(run.learners.values()))
-    fell = 1 - learner.last_loss / learner.first_loss
+    fell = 1 - run.merged_loss / run.first_loss
     if not fell >= MUST_FALL_BY:
         raise DemoFailed(f"the held-out loss fell by {fell:.0%}, expected {MUST_FALL_BY:.0%}")
 

@@ -9,11 +9,11 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.demo.record import LearnerRecord, RunRecord, ids
+from benchmarks.demo.record import RunRecord, ids
 
 COLOURS = ("#3b6fb6", "#d9772b", "#3f9b6c", "#8f5fb0", "#b0493f", "#7a6a58")
 MERGED = "#1d1d1f"
-ALONE = "#9a9a9f"
+GREY = "#9a9a9f"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -28,17 +28,17 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def draw(run: RunRecord, alone: LearnerRecord | None, path: Path) -> None:
+def draw(run: RunRecord, path: Path) -> None:
     """Writes a PNG of a run in which every learner was evaluated and rounds were committed."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 7.2), dpi=110, layout="constrained")
         losses, rounds = figure.subplots(2, 1, height_ratios=[1.7, 1])
-        _draw_losses(losses, run, alone)
+        _draw_losses(losses, run)
         _draw_rounds(rounds, run)
         figure.savefig(path)
 
 
-def _draw_losses(axes: Axes, run: RunRecord, alone: LearnerRecord | None) -> None:
+def _draw_losses(axes: Axes, run: RunRecord) -> None:
     for number, (name, learner) in enumerate(run.learners.items()):
         colour = COLOURS[number % len(COLOURS)]
         own = learner.held_out[:-1]  # the last one is the merged model's
@@ -51,32 +51,42 @@ def _draw_losses(axes: Axes, run: RunRecord, alone: LearnerRecord | None) -> Non
             linewidth=1.6,
             label=name.replace("-", " "),
         )
-    end = max(learner.local_step for learner in run.learners.values())
-    merged = next(iter(run.learners.values())).last_loss
-    if alone is not None:
+    if run.alone is not None:
         axes.plot(
-            [step for _, step, _ in alone.held_out],
-            [loss for _, _, loss in alone.held_out],
-            color=ALONE,
+            [step for _, step, _ in run.alone.held_out],
+            [loss for _, _, loss in run.alone.held_out],
+            color=GREY,
             linestyle="--",
             linewidth=1.6,
-            label=f"one learner alone: {alone.last_loss:.3f}",
+            label=f"one learner alone: {run.alone.loss_at(run.own_steps):.3f}",
         )
     axes.plot(
-        [end],
-        [merged],
+        [run.own_steps],
+        [run.merged_loss],
         color=MERGED,
         marker="*",
         markersize=15,
         linestyle="none",
-        label=f"merged model: {merged:.3f}",
+        label=f"merged model: {run.merged_loss:.3f}",
         zorder=5,
     )
-    axes.set_title("Held-out loss")
+    axes.set_title(f"Held-out loss (before training: {run.first_loss:.2f})")
+    axes.set_ylim(*_loss_range(run))
     axes.set_xlabel("optimizer steps of each learner")
     axes.set_ylabel("nats per byte")
     axes.grid(axis="y")
     axes.legend(frameon=False)
+
+
+def _loss_range(run: RunRecord) -> tuple[float, float]:
+    """Leaves out the fall of the first few steps, which would flatten everything after it."""
+    losses = [loss for learner in run.learners.values() for _, _, loss in learner.held_out]
+    early = [
+        learner.held_out[min(2, len(learner.held_out) - 1)][2] for learner in run.learners.values()
+    ]
+    low, high = min(losses), max(*early, run.merged_loss)
+    margin = 0.08 * (high - low) or 0.1
+    return low - margin, high + margin
 
 
 def _draw_rounds(axes: Axes, run: RunRecord) -> None:

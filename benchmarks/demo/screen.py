@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from benchmarks.demo.programs import Line
-from benchmarks.demo.record import RunRecord
+from benchmarks.demo.record import ALONE, RunRecord
 from syncer.tape import CommitRecord
 
 _SHOWN_ELSEWHERE = {"progress", "round", "evaluation"}
@@ -18,10 +18,9 @@ _SHOWN_ELSEWHERE = {"progress", "round", "evaluation"}
 class Screen:
     """Shows a run as it goes; `now` arguments are Unix seconds."""
 
-    def __init__(self, run: RunRecord, total_rounds: int, started: float) -> None:
+    def __init__(self, run: RunRecord, started: float) -> None:
         self.console = Console(highlight=False)
         self._run = run
-        self._total_rounds = total_rounds
         self._started = started
         self._live = Live(console=self.console, transient=True, refresh_per_second=4)
 
@@ -58,7 +57,7 @@ class Screen:
         stale = ", ".join(str(responder.staleness) for responder in record.responders)
         self._print(
             record.ts,
-            f"round {record.step}/{self._total_rounds} of fragment {record.fragment}: "
+            f"round {record.step}, fragment {record.fragment}: "
             f"{len(record.responded)} of {len(record.expected)} answered, "
             f"staleness {stale}, {record.ms} ms",
         )
@@ -73,7 +72,7 @@ class Screen:
 
     def _table(self, now: float) -> Table:
         run = self._run
-        title = f"{now - self._started:.0f} s   round {len(run.rounds)} of {self._total_rounds}"
+        title = f"{now - self._started:.0f} s   {len(run.rounds)} rounds"
         if run.rounds:
             last = run.rounds[-1]
             title += f"   {len(last.responded)} of {len(last.expected)} answered the last"
@@ -94,5 +93,10 @@ class Screen:
                 str(run.answers(number)),
                 "" if stale is None else str(stale),
                 f"{learner.push_bytes / 1e6:.1f} MB",
+            )
+        if run.alone is not None:
+            loss = f"{run.alone.last_loss:.3f}" if run.alone.held_out else ""
+            table.add_row(
+                ALONE, str(run.alone.local_step), f"{run.alone.tokens_per_s:,.0f}", "", loss
             )
         return table
