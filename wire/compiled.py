@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from numba import njit
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -23,3 +25,15 @@ def compiled(function: Function) -> Function:
         return cast(Function, njit(nogil=True, cache=True, error_model="numpy")(function))
     except RuntimeError:  # neither place can be written: compile in each process
         return cast(Function, njit(nogil=True, error_model="numpy")(function))
+
+
+def as_f32(value: np.float32 | np.uint16) -> np.float32:
+    """An f32 as it is, or the f32 value of bf16 bits (W52); for compiled loops only."""
+    raise NotImplementedError("only compiled loops call this")
+
+
+@overload(as_f32, strict=False)  # annotations of the two need not agree
+def _as_f32(value: types.Type) -> Callable[..., object]:
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value

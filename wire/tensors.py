@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wire import q4
-from wire.compiled import compiled
+from wire.compiled import as_f32, compiled
 from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Buffer
@@ -103,7 +103,7 @@ def decode_into(data: Buffer, dtype: DType, first: int, out: NDArray[np.float32]
         q4.decode_into(np.frombuffer(data, np.uint8), first, out)
     elif dtype is DType.BF16:
         halves = np.frombuffer(data, np.uint16, len(out), 2 * first)
-        _widen(halves, out.view(np.uint32))
+        _widen(halves, out)
     else:
         np.copyto(out, np.frombuffer(data, np.float32, len(out), 4 * first))
 
@@ -155,7 +155,7 @@ def _narrow(bits: NDArray[np.uint32], out: NDArray[np.uint16]) -> bool:
 
 
 @compiled
-def _widen(halves: NDArray[np.uint16], out: NDArray[np.uint32]) -> None:
-    """f32 bits of bf16 (W52)."""
+def _widen(halves: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+    """f32 of bf16 (W52)."""
     for i in range(len(out)):
-        out[i] = np.uint32(halves[i]) << np.uint32(16)
+        out[i] = as_f32(halves[i])

@@ -21,6 +21,7 @@ import torch
 from syncer.merge import kernels
 from syncer.merge.blocks import Block, Floats, Workers, available_cores, groups
 from syncer.merge.correction import Damp, Rotate, correction
+from syncer.merge.kernels import Readable
 from syncer.merge.plan import MergeJob, MergeResult, NonFiniteMerge, SvdBackend
 from syncer.merge.scaling import ONE, Coefficient, plain, safe, single
 from syncer.merge.weights import learner_weight
@@ -102,7 +103,7 @@ class FragmentMerge:
         self._workers = workers
         self._params: Floats = job.params.numpy()
         self._momentum: Floats = job.momentum.numpy()
-        self._sources = [_plain_floats(response.payload, job.dtype) for response in job.responses]
+        self._sources = [_in_place(response.payload, job.dtype) for response in job.responses]
         self._lr = single(job.settings.lr)
         self._mu = single(job.settings.momentum)
         self._limit = BF16_OVERFLOW if job.dtype.bulk is DType.BF16 else np.float32(np.inf)
@@ -289,8 +290,8 @@ class FragmentMerge:
             coefficient.subtract(out, self._load(block, term, scratch))
         return out
 
-    def _load(self, block: Block, term: Term, scratch: Floats) -> Floats:
-        """One block of a learner delta, corrected; in `scratch` unless it is there as f32."""
+    def _load(self, block: Block, term: Term, scratch: Floats) -> Readable:
+        """One block of a learner delta, corrected; in `scratch` unless it can be read in place."""
         source = self._sources[term.response]
         if source is not None and term.correction is None:
             return source[block.span]
@@ -305,11 +306,18 @@ class FragmentMerge:
         return self._weights[term.response] / self._total if self._total else 0.0
 
 
-def _plain_floats(payload: Buffer, dtype: DType) -> Floats | None:
-    """An f32 payload as an array in place, if the compiled loops can take it as it lies."""
-    if dtype is not DType.F32:
+def _in_place(payload: Buffer, dtype: DType) -> Readable | None:
+    """A payload that the compiled loops can read where it lies.
+
+    One at an odd address or in read-only memory would be another type to compile for.
+    """
+    if dtype is DType.Q4:
         return None
-    array = np.frombuffer(payload, np.float32)
+    array: Readable
+    if dtype is DType.F32:
+        array = np.frombuffer(payload, np.float32)
+    else:
+        array = np.frombuffer(payload, np.uint16)
     return array if array.flags.behaved else None
 
 

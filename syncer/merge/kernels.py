@@ -3,6 +3,8 @@
 Sums in f64 run over `LANES` partial sums, lane i taking the elements i, i + LANES, i + 2 LANES, …;
 the lanes are then added left to right. That order depends on the length alone (N3), and lets the
 compiler use vector registers without re-associating anything.
+
+What is only read, `x`, may be f32 values or bf16 bits, so that a payload need not be decoded first.
 """
 
 from __future__ import annotations
@@ -10,25 +12,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.compiled import compiled
+from wire.compiled import as_f32, compiled
 
 LANES = 64
 INFINITY = np.float32(np.inf)
 
 Floats = NDArray[np.float32]
+Readable = NDArray[np.float32] | NDArray[np.uint16]
+"""f32 values, or bf16 bits."""
 
 
 @compiled
-def sum_of_squares(x: Floats) -> float:
+def sum_of_squares(x: Readable) -> float:
     """f64 sum of x_i^2."""
     lanes = np.zeros(LANES)
     whole = len(x) // LANES * LANES
     for first in range(0, whole, LANES):
         for lane in range(LANES):
-            value = np.float64(x[first + lane])
+            value = np.float64(as_f32(x[first + lane]))
             lanes[lane] += value * value
     for lane in range(len(x) - whole):
-        value = np.float64(x[whole + lane])
+        value = np.float64(as_f32(x[whole + lane]))
         lanes[lane] += value * value
     total = 0.0
     for lane in range(LANES):
@@ -37,15 +41,15 @@ def sum_of_squares(x: Floats) -> float:
 
 
 @compiled
-def dot(x: Floats, y: Floats) -> float:
+def dot(x: Readable, y: Floats) -> float:
     """f64 sum of x_i * y_i."""
     lanes = np.zeros(LANES)
     whole = len(x) // LANES * LANES
     for first in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] += np.float64(x[first + lane]) * np.float64(y[first + lane])
+            lanes[lane] += np.float64(as_f32(x[first + lane])) * np.float64(y[first + lane])
     for lane in range(len(x) - whole):
-        lanes[lane] += np.float64(x[whole + lane]) * np.float64(y[whole + lane])
+        lanes[lane] += np.float64(as_f32(x[whole + lane])) * np.float64(y[whole + lane])
     total = 0.0
     for lane in range(LANES):
         total += lanes[lane]
@@ -53,17 +57,17 @@ def dot(x: Floats, y: Floats) -> float:
 
 
 @compiled
-def subtract_scaled(out: Floats, factor: np.float32, x: Floats) -> None:
+def subtract_scaled(out: Floats, factor: np.float32, x: Readable) -> None:
     """out -= factor * x, one f32 product and one f32 difference (N7, N9)."""
     for i in range(len(out)):
-        out[i] -= factor * x[i]
+        out[i] -= factor * as_f32(x[i])
 
 
 @compiled
-def subtract_scaled_wide(out: Floats, factor: float, x: Floats) -> None:
+def subtract_scaled_wide(out: Floats, factor: float, x: Readable) -> None:
     """out -= f32(factor * x), the product in f64 (N10)."""
     for i in range(len(out)):
-        out[i] -= np.float32(factor * np.float64(x[i]))
+        out[i] -= np.float32(factor * np.float64(as_f32(x[i])))
 
 
 @compiled

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from syncer.merge import kernels
-from syncer.merge.kernels import Floats
+from syncer.merge.kernels import Floats, Readable
 
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
@@ -33,7 +33,7 @@ class Coefficient:
     rounded: np.float32
     wide: bool
 
-    def subtract(self, out: Floats, x: Floats) -> None:
+    def subtract(self, out: Floats, x: Readable) -> None:
         """out -= scale(a, x), elementwise."""
         if self.wide:
             kernels.subtract_scaled_wide(out, self.exact, x)
