@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 from wire.errors import ErrorCode, LocalError, ProtocolError
 from wire.frames import MAGIC, Role
@@ -29,6 +29,7 @@ from wire.tls import (
     explain,
     looks_like_tls,
 )
+from wire.tls_transport import TlsTransport
 
 READ_BYTES = 65_536
 """Ciphertext taken from the socket at once; bounds what a paused socket holds (plus a record)."""
@@ -195,7 +196,7 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """The other side is done sending; True keeps the socket, this layer closes it."""
         if not self._open:
-            self._lower.close()
+            self.socket_transport.close()
         elif not self._deaf:
             self._incoming.write_eof()
             self.drain()
@@ -230,7 +231,8 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     # Handshake.
 
     @property
-    def _lower(self) -> asyncio.Transport:
+    def socket_transport(self) -> asyncio.Transport:
+        """The transport below."""
         if self.lower is None:
             raise LocalError("this TLS connection has no socket yet")
         return self.lower
@@ -266,7 +268,7 @@ class TlsEndpoint(asyncio.BufferedProtocol):
             self._fail(NOT_TLS)
             return
         if first == _MAGIC_BYTE:
-            self._lower.write(encode_frame(ErrorMessage(_SPEAK_TLS.text)))
+            self.socket_transport.write(encode_frame(ErrorMessage(_SPEAK_TLS.text)))
         self._fail(PLAIN_BYTES)
 
     def _fail(self, problem: TlsProblem) -> None:
@@ -275,11 +277,11 @@ class TlsEndpoint(asyncio.BufferedProtocol):
         self._deaf = True
         self.flush()
         if self._door.role is Role.LEARNER:
-            self._lower.close()
+            self.socket_transport.close()
             return
-        self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._lower.abort)
+        self._linger = asyncio.get_running_loop().call_later(LINGER_S, self.socket_transport.abort)
         with suppress(OSError):  # the other side may be gone already
-            self._lower.write_eof()
+            self.socket_transport.write_eof()
 
     # Between the handshake and the end; called by TlsTransport too.
 
@@ -320,11 +322,11 @@ class TlsEndpoint(asyncio.BufferedProtocol):
         if self.problem is not None:
             self._deaf = True
             self.flush()
-            self._lower.close()
+            self.socket_transport.close()
         elif eof and not self._deaf:
             self._deaf = True
             if not self.app.eof_received():
-                self._lower.close()
+                self.socket_transport.close()
         return ended
 
     def encrypt(self, data: Buffer) -> None:
@@ -349,16 +351,16 @@ class TlsEndpoint(asyncio.BufferedProtocol):
     def pause(self) -> None:
         """Stop reading; bytes already taken from the socket wait here."""
         self._paused = True
-        if not self._lower.is_closing():
-            self._lower.pause_reading()
+        if not self.socket_transport.is_closing():
+            self.socket_transport.pause_reading()
 
     def resume(self) -> None:
         """Read again, beginning with the bytes that wait here."""
         if not self._paused:
             return
         self._paused = False
-        if not self._lower.is_closing():
-            self._lower.resume_reading()
+        if not self.socket_transport.is_closing():
+            self.socket_transport.resume_reading()
         asyncio.get_running_loop().call_soon(self.drain)
 
     @property
@@ -368,94 +370,7 @@ class TlsEndpoint(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Send what is queued, then close; nothing more is delivered."""
-        if not self._lower.is_closing():
+        if not self.socket_transport.is_closing():
             self.say_goodbye()
-            self._lower.close()
+            self.socket_transport.close()
         self._deaf = True
-
-
-class TlsTransport(asyncio.Transport):
-    """What the protocol above holds: the usual transport methods, plaintext in and out.
-
-    `get_extra_info` adds `ssl_object` and, on the syncer, `peer_certificate` (PeerCertificate or
-    None). The size of the write buffer counts ciphertext.
-    """
-
-    def __init__(self, endpoint: TlsEndpoint) -> None:
-        super().__init__()
-        self._endpoint = endpoint
-        self._lower = endpoint._lower
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As asyncio's, see the class."""
-        if name == "ssl_object":
-            return self._endpoint.ssl
-        if name == "peer_certificate":
-            return self._endpoint.peer
-        return self._lower.get_extra_info(name, default)
-
-    def write(self, data: Buffer) -> None:
-        """Encrypt and send; data for a closing socket is dropped."""
-        self.writelines((data,))
-
-    def writelines(self, list_of_data: Iterable[Buffer]) -> None:
-        """Encrypt and send several buffers in order."""
-        if self._lower.is_closing():
-            return
-        for data in list_of_data:
-            self._endpoint.encrypt(data)
-        self._endpoint.flush()
-
-    def write_eof(self) -> None:
-        """Close our direction: close_notify, then the socket's write side. Reading goes on."""
-        if not self._lower.is_closing():
-            self._endpoint.say_goodbye()
-            self._lower.write_eof()
-
-    def can_write_eof(self) -> bool:
-        """True, unlike asyncio's TLS."""
-        return True
-
-    def pause_reading(self) -> None:
-        """As asyncio's."""
-        self._endpoint.pause()
-
-    def resume_reading(self) -> None:
-        """As asyncio's."""
-        self._endpoint.resume()
-
-    def is_reading(self) -> bool:
-        """As asyncio's."""
-        return not self._endpoint.paused and not self._lower.is_closing()
-
-    def is_closing(self) -> bool:
-        """As asyncio's."""
-        return self._lower.is_closing()
-
-    def close(self) -> None:
-        """As asyncio's."""
-        self._endpoint.close()
-
-    def abort(self) -> None:
-        """As asyncio's."""
-        self._endpoint.abort()
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Another BufferedProtocol takes over from the next byte."""
-        self._endpoint.app = cast(asyncio.BufferedProtocol, protocol)
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        """The protocol above."""
-        return self._endpoint.app
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """As asyncio's, in bytes of ciphertext."""
-        self._lower.set_write_buffer_limits(high, low)
-
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        """As asyncio's."""
-        return self._lower.get_write_buffer_limits()
-
-    def get_write_buffer_size(self) -> int:
-        """Bytes of ciphertext not yet in the kernel."""
-        return self._lower.get_write_buffer_size()
