@@ -1,0 +1,524 @@
+"""Groups on real sockets, both roles, both event loops (sections 7 to 11)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from tests.wire.endpoints import (
+    LIMIT,
+    QUICK,
+    Syncer,
+    bare_learner,
+    hello,
+    join,
+    until,
+)
+from tests.wire.support import LAYOUT, chunk, chunks, frame, normal, push, tensor
+from wire.errors import ErrorCode, ProtocolError
+from wire.frames import MessageType
+from wire.group import SendCounters, Timeouts
+from wire.layout import MergeMode, NumericLayout, numeric_fragment
+from wire.messages import (
+    Broadcast,
+    BudgetDone,
+    FinalAck,
+    FinalManifest,
+    Heartbeat,
+    PullRequest,
+    Shutdown,
+    encode_frame,
+)
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+NUMEL = 3_000_000
+BIG = NumericLayout((numeric_fragment(MergeMode.AVG, [NUMEL]),))
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine on one kind of loop."""
+    factory = asyncio.new_event_loop if request.param == "asyncio" else uvloop.new_event_loop
+
+    def runner(main: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=factory) as it:
+            it.run(asyncio.wait_for(main, LIMIT))
+
+    return runner
+
+
+def ramp(start: int) -> np.ndarray:
+    return np.arange(start, start + NUMEL, dtype="<f4")
+
+
+def raw(values: np.ndarray) -> memoryview:
+    return memoryview(values).cast("B")
+
+
+@pytest.mark.parametrize("streams", [0, 1, 4])
+def test_bulk_in_both_directions(run: Run, streams: int) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, at_learner = await join(syncer, hello(streams, layout=BIG))
+            group, at_syncer = await syncer.group()
+            for turn in range(3):
+                learner.send_bulk(0, push(0, data=raw(ramp(turn))))
+                message = await at_syncer.next()
+                assert np.array_equal(np.frombuffer(message.tensor, "<f4"), ramp(turn))
+                assert message.tensor.readonly
+                group.send_bulk(0, Broadcast(0, turn, raw(ramp(10 + turn))))
+                message = await at_learner.next()
+                assert message.version == turn
+                assert np.array_equal(np.frombuffer(message.tensor, "<f4"), ramp(10 + turn))
+            assert group.attached == streams
+            assert learner.bytes_out == group.bytes_in
+            assert group.bytes_out == learner.bytes_in
+            learner.close()
+            await at_syncer.end()
+
+    run(main())
+
+
+def test_order_of_completion_and_1000_control_messages(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, at_learner = await join(syncer, hello(2))
+            group, at_syncer = await syncer.group()
+            for step in range(1000):
+                learner.send_control(Heartbeat(0, step))
+                group.send_control(PullRequest(0, step, 1))
+            for step in range(1000):
+                assert await at_syncer.next() == Heartbeat(0, step)
+                assert await at_learner.next() == PullRequest(0, step, 1)
+            learner.send_control(BudgetDone(3))
+            learner.send_control(FinalAck(9))
+            group.send_control(FinalManifest(9, (1, 2, 3)))
+            group.send_control(Shutdown())
+            assert await at_syncer.next() == BudgetDone(3)
+            assert await at_syncer.next() == FinalAck(9)
+            assert await at_learner.next() == FinalManifest(9, (1, 2, 3))
+            assert await at_learner.next() == Shutdown()
+
+    run(main())
+
+
+def test_a_control_message_waits_for_the_scan_of_what_came_before(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, _ = await join(syncer, hello(0, layout=BIG))
+            _, at_syncer = await syncer.group()
+            learner.send_bulk(0, push(0, data=raw(ramp(0))))
+            await learner.flush()
+            learner.send_control(Heartbeat(0, 1))
+            await at_syncer.next()
+            await at_syncer.next()
+            assert at_syncer.log == ["PushFragment", "Heartbeat"]
+
+    run(main())
+
+
+# -- section 9 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_w38_a_fault_on_any_socket_is_told_on_control_first(run: Run, where: int) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(2))
+            ended: list[int] = []
+
+            async def watch(index: int) -> None:
+                await sockets[index].eof()
+                ended.append(index)
+
+            watching = [asyncio.create_task(watch(index)) for index in (1, 2)]
+            sockets[where].send(frame(MessageType.PULL_REQ, bytes(16)))
+            kind, text = await sockets[0].frame()
+            assert kind is MessageType.ERROR
+            assert text.startswith(b"bad-type: ")
+            assert ended == []
+            assert (await sink.end()).startswith("bad-type: ")
+            assert group.fault is not None
+            assert group.fault.code == "bad-type"
+            sockets[0].close()
+            await asyncio.gather(*watching)
+            await group.wait_closed()
+            assert len(syncer.acceptor.groups) == 0
+
+    run(main())
+
+
+def test_w38_the_linger_ends_even_if_the_peer_does_nothing(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer(QUICK) as syncer:
+            sockets, group, _ = await bare_learner(syncer, hello(1))
+            sockets[1].send(b"x" * 13)
+            assert (await sockets[0].frame())[0] is MessageType.ERROR
+            await group.wait_closed()
+            await sockets[1].eof()
+
+    run(main())
+
+
+def test_w38_the_error_follows_a_chunk_that_is_half_sent(run: Run) -> None:
+    """S = 0: the frame under way is finished, so that the ERROR can be read."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            (control,), group, _ = await bare_learner(syncer, hello(0, layout=BIG))
+            group.send_bulk(0, Broadcast(0, 1, raw(ramp(0))))
+            group.close(ProtocolError(ErrorCode.SUPERSEDED, "newer"))
+            group.close(ProtocolError(ErrorCode.STOPPED, "not again"))
+            kinds = [kind for kind, _ in await control.frames()]
+            assert kinds[-1] is MessageType.ERROR
+            assert set(kinds[:-1]) <= {MessageType.CHUNK}
+            await group.wait_closed()
+
+    run(main())
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_eof_on_any_socket_closes_the_whole_group_without_error(run: Run, where: int) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(1))
+            sockets[where].writer.write_eof()
+            await sink.end()
+            assert group.fault is None
+            for peer in sockets:
+                assert await peer.frames() == []
+
+    run(main())
+
+
+def test_w39_what_came_completely_before_the_close_counts(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, _, sink = await bare_learner(syncer, hello(2, layout=BIG))
+            values = raw(ramp(5))
+            inner = encode_frame(push(0, data=values))
+            parts = chunks(0, inner, [4_000_000, 8_000_000])
+            sockets[1].send(parts[0] + parts[2])
+            sockets[2].send(parts[1] + chunk(1, inner, 0, 50))
+            for peer in (sockets[1], sockets[2]):
+                await peer.writer.drain()
+            for peer in sockets:
+                peer.writer.close()
+            message = await sink.next()
+            assert bytes(message.tensor) == bytes(values)
+            await sink.end()
+            assert sink.log == ["PushFragment"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, BIG], ids=["small", "large"])
+def test_w11_a_value_that_is_not_finite_is_a_fault(run: Run, layout: NumericLayout) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, _, sink = await bare_learner(syncer, hello(1, layout=layout))
+            good = tensor(0, layout=layout)
+            bad = good[:-4] + np.float32(np.inf).tobytes()
+            stream = b""
+            for msg_id, data in enumerate((good, bad, good)):
+                inner = encode_frame(push(0, data=data, step=msg_id))
+                stream += b"".join(chunks(msg_id, inner, list(range(0, len(inner), 4_000_000))))
+            sockets[1].send(stream)
+            assert (await sockets[0].error()).startswith("non-finite: ")
+            await sink.end()
+            assert sink.log == ["PushFragment"]
+
+    run(main())
+
+
+def test_an_unchunked_large_push_is_scanned_too(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            (control,), _, sink = await bare_learner(syncer, hello(0, layout=BIG))
+            values = ramp(0)
+            control.send(encode_frame(push(0, data=raw(values))))
+            message = await sink.next()
+            assert np.array_equal(np.frombuffer(message.tensor, "<f4"), values)
+            values[100] = np.nan
+            control.send(encode_frame(push(0, data=raw(values))))
+            assert (await control.error()).startswith("non-finite: ")
+
+    run(main())
+
+
+def test_w40_a_learner_reports_a_fault_and_sends_no_error(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, sink = await join(syncer, hello(1))
+            group, at_syncer = await syncer.group()
+            group._streams[0].write((frame(MessageType.HEARTBEAT, bytes(12)),))
+            assert (await sink.end()).startswith("bad-type: ")
+            assert learner.fault is not None
+            await at_syncer.end()
+            assert group.fault is None
+            assert at_syncer.log == []
+
+    run(main())
+
+
+def test_p8_an_error_reaches_our_learner_unchunked(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            _, sink = await join(syncer, hello(4))
+            group, _ = await syncer.group()
+            group.close(ProtocolError(ErrorCode.SUPERSEDED, "a newer one came"))
+            message = await sink.next()
+            assert message.text == "superseded: a newer one came"
+            await sink.end()
+
+    run(main())
+
+
+# -- section 10 --------------------------------------------------------------------------------
+
+
+def test_w43_silence_after_a_heartbeat(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer(Timeouts(heartbeat=0.4, stall=60, linger=0.3)) as syncer:
+            quiet, never, _ = await bare_learner(syncer, hello(1, generation=1))
+            silent, _, sink = await bare_learner(syncer, hello(1, generation=2))
+            loop = asyncio.get_running_loop()
+            start = loop.time()
+            silent[0].send(encode_frame(Heartbeat(0, 1)))
+            await asyncio.sleep(0.25)
+            silent[1].send(chunk(0, encode_frame(push(0)), 0, 5))
+            assert (await sink.end()).startswith("no byte")
+            assert 0.6 <= loop.time() - start < 1.5
+            assert await silent[0].frames() == []
+            assert not never.closed
+            assert quiet
+
+    run(main())
+
+
+def test_w44_output_without_progress(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer(QUICK) as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(1, layout=BIG))
+            sockets[1].writer.transport.pause_reading()
+            for version in range(4):
+                group.send_bulk(version, Broadcast(0, version, raw(ramp(0))))
+            assert "output" in await sink.end()
+            assert group.fault is None
+
+    run(main())
+
+
+SMALL = NumericLayout((numeric_fragment(MergeMode.AVG, [1_100_000]),))
+
+
+def test_w32_a_socket_waits_for_memory_and_goes_on(run: Run) -> None:
+    """Partial messages up to A + 64 MiB; then only the oldest goes on, then all."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(2, layout=SMALL))
+            inners = [encode_frame(push(0, data=tensor(0, layout=SMALL))) for _ in range(20)]
+            for msg_id, inner in enumerate(inners):
+                sockets[1].send(chunk(msg_id, inner, 0, 4_000_000))
+            await until(lambda: group._inbound.blocked)
+            assert sink.log == []
+            for msg_id, inner in enumerate(inners):
+                sockets[2].send(chunk(msg_id, inner, 4_000_000, 4_194_304))
+            for _ in inners:
+                await sink.next()
+            assert group._inbound._chunks.held == 0
+
+    run(main())
+
+
+def test_w32_reassembly_without_progress(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer(QUICK) as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(1, layout=SMALL))
+            inner = encode_frame(push(0, data=tensor(0, layout=SMALL)))
+            for msg_id in range(20):
+                sockets[1].send(chunk(msg_id, inner, 0, 4_000_000))
+            assert "reassembly" in await sink.end()
+            assert group.fault is None
+
+    run(main())
+
+
+# -- section 11 --------------------------------------------------------------------------------
+
+
+def test_w46_a_reader_that_does_not_read_gets_only_the_newest(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, _ = await bare_learner(syncer, hello(1, layout=BIG))
+            sockets[1].writer.transport.pause_reading()
+            sent: list[int] = []
+            for version in range(1, 30):
+                data = Broadcast(0, version, raw(ramp(version)))
+                group.send_bulk(0, data, lambda version=version: sent.append(version))
+                await asyncio.sleep(0)
+                stream = group._streams[1]
+                assert stream.unsent <= 8 * 2**20
+            assert group.queued_bytes < 3 * 4 * NUMEL
+            sockets[1].writer.transport.resume_reading()
+            got: dict[int, int] = {}
+            while 29 not in sent or sum(got.values()) < len(sent) * (4 * NUMEL + 25):
+                kind, payload = await sockets[1].frame()
+                assert kind is MessageType.CHUNK
+                msg_id = int.from_bytes(payload[:8], "little")
+                got[msg_id] = got.get(msg_id, 0) + len(payload) - 24
+            assert sent == sorted(sent)
+            assert sent[-1] == 29
+            assert len(sent) < 10
+            assert list(got) == list(range(len(sent)))
+
+    run(main())
+
+
+def test_w45_control_does_not_wait_behind_bulk(run: Run) -> None:
+    """S = 1: a PULL arrives while the data socket is stuck."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, _ = await bare_learner(syncer, hello(1, layout=BIG))
+            sockets[1].writer.transport.pause_reading()
+            for key in range(5):
+                group.send_bulk(key, Broadcast(0, key, raw(ramp(0))))
+            group.send_control(PullRequest(0, 3, 1))
+            assert await sockets[0].frame() == (
+                MessageType.PULL_REQ,
+                encode_frame(PullRequest(0, 3, 1))[13:],
+            )
+
+    run(main())
+
+
+def test_w45_control_goes_between_two_chunks_of_stream_0(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            (control,), group, _ = await bare_learner(syncer, hello(0, layout=BIG))
+            control.writer.transport.pause_reading()
+            for key in range(4):
+                group.send_bulk(key, Broadcast(0, key, raw(ramp(0))))
+            for step in range(3):
+                group.send_control(PullRequest(0, step, 1), key=step)
+            assert group.withdraw_control(1)
+            control.writer.transport.resume_reading()
+            kinds = [(await control.frame())[0] for _ in range(4 * 3 + 2)]
+            first = kinds.index(MessageType.PULL_REQ)
+            assert kinds[first : first + 2] == [MessageType.PULL_REQ] * 2
+            assert first < 4
+            assert kinds.count(MessageType.CHUNK) == 12
+
+    run(main())
+
+
+def test_w48_at_most_two_tensors_wait_for_the_owner(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(1))
+            sink.hold = True
+            stream = b"".join(
+                chunk(step, encode_frame(push(0, step=step)), 0, 128 + 13) for step in range(6)
+            )
+            sockets[1].send(stream)
+            for step in range(6):
+                assert normal(await sink.next()) == normal(push(0, step=step))
+                await asyncio.sleep(0.02)
+                assert len(sink.log) <= step + 2
+                group.release()
+
+    run(main())
+
+
+def test_flush_and_finish(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, at_learner = await join(syncer, hello(2, layout=BIG))
+            group, at_syncer = await syncer.group()
+            learner.send_bulk(0, push(0, data=raw(ramp(0))))
+            await learner.flush()
+            assert learner.queued_bytes == 0
+            group.send_bulk(0, Broadcast(0, 1, raw(ramp(0))))
+            group.send_control(Shutdown())
+            finishing = asyncio.create_task(group.finish())
+            await at_learner.end()
+            await finishing
+            await at_syncer.end()
+            assert sorted(at_learner.log) == ["Broadcast", "Shutdown"]
+
+    run(main())
+
+
+def test_closing_is_idempotent_and_sends_are_dropped(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, sink = await join(syncer, hello(1))
+            learner.close()
+            learner.close()
+            learner.send_control(Heartbeat(0, 1))
+            learner.send_bulk(0, push(0))
+            await learner.flush()
+            await learner.wait_closed()
+            await learner.wait_closed()
+            assert await sink.end() == "closed"
+            assert learner.queued_bytes == 0
+
+    run(main())
+
+
+def test_c75_a_bad_budget_report_is_told_to_the_owner(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer(report_bad_budget=True) as syncer:
+            (control,), _, sink = await bare_learner(syncer, hello(0))
+            control.send(frame(MessageType.BUDGET_DONE, bytes(9)))
+            assert (await control.error()).startswith("bad-length: ")
+            await sink.end()
+            assert sink.bad_budgets == 1
+
+    run(main())
+
+
+def test_w26_a_learners_ids_run_on_across_groups(run: Run) -> None:
+    async def main() -> None:
+        counters = SendCounters()
+        async with Syncer() as syncer:
+            for turn in range(3):
+                learner, _ = await join(syncer, hello(2, generation=turn + 1), counters)
+                _, at_syncer = await syncer.group()
+                learner.send_bulk(0, push(0, step=turn))
+                assert (await at_syncer.next()).step == turn
+                assert counters.msg_id == turn + 1
+                learner.close()
+                await at_syncer.end()
+
+    run(main())
+
+
+def test_w4_socket_options(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, _ = await join(syncer, hello(1))
+            group, _ = await syncer.group()
+            for end in (learner, group):
+                for stream in end._streams.values():
+                    sock = stream.transport.get_extra_info("socket")
+
+                    def option(name: str, level: int = socket.IPPROTO_TCP, sock: Any = sock) -> int:
+                        return int(sock.getsockopt(level, getattr(socket, name)))
+
+                    assert option("TCP_NODELAY") == 1
+                    assert option("SO_KEEPALIVE", socket.SOL_SOCKET) == 1
+                    assert option("TCP_KEEPIDLE") == 30
+                    assert option("TCP_KEEPINTVL") == 10
+                    assert option("TCP_KEEPCNT") == 6
+                    assert option("TCP_USER_TIMEOUT") == 60_000
+
+    run(main())
