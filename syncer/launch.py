@@ -77,7 +77,7 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
         try:
             resumed = _open_store(store, options, undo)
         except CheckpointRefused as error:
-            raise StartRefused(error.message) from error
+            raise StartRefused(str(error)) from error
         _check_ready_file(options)
         alarm = PoolAlarm()
         svd, drain_svd = _start_svd(options, timeouts, alarm, undo)
