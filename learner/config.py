@@ -64,6 +64,8 @@ class LearnerConfig:
         profile: 64 hex digits that bind to a syncer profile, or None.
         max_local_steps: safety stop; in a baseline, where `StepInfo.stop` turns true.
         learner_budget_steps: exact steps of a budget run (L40).
+        sync_every: blocking mode: at every H-th step the loop waits until each fragment is pulled,
+            merged and applied; with alpha 0 and a quorum of all that is classic DiLoCo.
         output_dir: where `layout.json` and the final artifact go.
         state_dir: durable local state (L50); used at start when present.
         state_every_steps: optimizer steps between two saves.
@@ -85,6 +87,7 @@ class LearnerConfig:
     profile: str | None = None
     max_local_steps: int | None = None
     learner_budget_steps: int | None = None
+    sync_every: int | None = None
     output_dir: Path | str | None = None
     state_dir: Path | str | None = None
     state_every_steps: int = 100
@@ -124,6 +127,10 @@ class LearnerConfig:
     def _check_budget(self) -> None:
         if self.max_local_steps is not None:
             _within("max_local_steps", self.max_local_steps, 1, None)
+        if self.sync_every is not None:
+            _within("sync_every", self.sync_every, 1, None)
+            if self.learner_budget_steps is not None:
+                raise ConfigError("sync_every cannot be combined with learner_budget_steps")
         if self.learner_budget_steps is None:
             return
         _within("learner_budget_steps", self.learner_budget_steps, 1, _U32_MAX)

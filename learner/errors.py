@@ -55,6 +55,10 @@ class FinalizationTimeout(LearnerError):
     """The final cut, or the end of the session after it, did not come in time (L30)."""
 
 
+class SyncTimeout(LearnerError):
+    """Blocking mode: the merge of a boundary did not come in time."""
+
+
 class BudgetFailed(LearnerError):
     """The budget run could not go on: lost report, or no progress (L40, L43)."""
 

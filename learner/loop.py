@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from learner.artifacts import layout_text, save_artifact, write_text
+from learner.backup import Backup
+from learner.boundary import Boundary
 from learner.client import NetworkClient, Transport
 from learner.config import LearnerConfig
 from learner.ending import Ending
@@ -26,34 +28,25 @@ from learner.errors import (
     BudgetFailed,
     ConfigError,
     LearnerError,
-    NonFiniteParameters,
     SafetyStop,
 )
 from learner.events import (
-    BroadcastApplied,
     Counters,
     Event,
     Finalizing,
     Result,
-    StateSaved,
     StepInfo,
 )
 from learner.feedback import Feedback
-from learner.outgoing import Push
+from learner.initial import build_hello, describe_bad, encode_init, warm_up
 from learner.parameters import Parameters, find_trainables, specs_of
 from learner.partition import partition
 from learner.session import Session
 from learner.shared import Shared
 from learner.state import Identity, LocalState, Stateful, StateStore
-from wire.dtypes import DType
 from wire.identity import session_contract_hash
-from wire.messages import Hello
-from wire.tensors import NonFiniteValues, encode
 
 log = logging.getLogger(__name__)
-
-_BF16_LIMIT = 3.3961775e38
-"""Magnitudes from here on round to infinity in bf16 (W52)."""
 
 
 class Learner:
@@ -113,35 +106,39 @@ class Learner:
         )
         self._on_event = on_event
         self._client = self._build_client(transport)
+        self._boundary: Boundary | None = None
         self._ending: Ending | None = None
         if self._client is not None:
+            self._boundary = Boundary(
+                self._shared,
+                self._parameters,
+                self._feedback,
+                self._client,
+                alpha=config.alpha,
+                emit=self._emit,
+            )
             self._ending = Ending(
                 self._shared, self._client, self._parameters, config.final_timeout_s
             )
-        self._local = LocalState(model, self._parameters, optimizer, scheduler, data)
-        self._store = self._build_store()
+        self._backup = Backup(
+            self._shared,
+            LocalState(model, self._parameters, optimizer, scheduler, data),
+            self._build_store(),
+            alpha=config.alpha,
+            every_steps=config.state_every_steps,
+        )
         self._finished = False
 
     def _build_client(self, transport: Transport | None) -> NetworkClient | None:
         config = self.config
         if config.address is None:
             return None
-        hello = Hello(
-            learner_id=config.learner_id,
-            generation=0,
-            dtype=config.dtype,
-            layout=self.layout.numeric,
-            fingerprint=self.layout.fingerprint,
-            contract=self.contract,
-            profile=config.profile_hash,
-            num_streams=config.streams,
-        )
         return NetworkClient(
             config.address,
-            hello,
+            build_hello(config, self.layout, self.contract),
             self._shared,
             self._feedback,
-            blame=self._blame,
+            blame=partial(describe_bad, self._parameters, dtype=config.dtype),
             connect_timeout_s=config.connect_timeout_s,
             transport=transport,
         )
@@ -191,22 +188,24 @@ class Learner:
         for folder in (self.config.output_dir, self.config.state_dir):
             if folder is not None:
                 write_text(Path(folder) / "layout.json", layout_text(self.layout))
-        if self._store is not None:
-            self._restore(self._store)
-        if self._client is None:
+        self._backup.restore()
+        warm_up(self._parameters, self.config.dtype)
+        if self._client is None or self._boundary is None:
             return
         if self.config.learner_id == 0:
-            self._shared.init = self._encode_init()
+            self._shared.init = encode_init(self._parameters, self.config.dtype)
         self._client.start()
         self._shared.wait_for(lambda: self._session.generation is not None)
+        if self.config.sync_every is not None:
+            # Blocking mode trains from the global state, not from the seed's.
+            self._boundary.await_anchors(self.config.final_timeout_s)
         self._emit_pending()
 
     def close(self) -> None:
         """Close the group and end the threads. Before `stop`, the run goes on without us (L70)."""
         if self._client is not None:
             self._client.close()
-        if self._store is not None:
-            self._store.close()
+        self._backup.close()
 
     def request_stop(self) -> None:
         """End at the next step boundary, or out of any wait, with `Interrupted` (L54).
@@ -241,23 +240,25 @@ class Learner:
         if tokens < 0:
             raise ConfigError(f"tokens {tokens} is negative")
         budget = self.config.learner_budget_steps
+        if self.result is not None:
+            return self._info((), ())
         if budget is not None and self.local_step >= budget:
             raise BudgetFailed(f"all {budget} steps of the budget are done; call finish_budget")
         with self._shared.gate:
             self._session.advance(tokens)
-        if self._client is None:
+        if self._client is None or self._boundary is None or self._ending is None:
             return self._baseline_step()
         self._shared.raise_fatal()
-        if self._session.finalizing and self._ending is not None:
+        applied: tuple[int, ...] = ()
+        pushed: tuple[int, ...] = ()
+        if not self._session.finalizing:
+            applied, pushed = self._exchange(self._boundary)
+            self._stop_if_asked()
+        if self._session.finalizing:
             self._finalize(self._ending)
-            return self._info((), ())
-        applied = self._apply_broadcasts()
-        if self._shared.stop_requested:
-            self._save_state(wait=True)
-            self._shared.check()
-        pushed = self._answer_pulls()
+            return self._info(applied, pushed)
         self._client.boundary()
-        self._save_when_due()
+        self._backup.when_due()
         self._emit_pending()
         if self.local_step == self.config.max_local_steps and budget is None:
             raise SafetyStop(
@@ -265,11 +266,26 @@ class Learner:
             )
         return self._info(applied, pushed)
 
-    def _baseline_step(self) -> StepInfo:
+    def _exchange(self, boundary: Boundary) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Apply and answer; in blocking mode only every so many steps, and then to the end."""
+        every = self.config.sync_every
+        if every is None:
+            applied = boundary.apply_broadcasts()
+            # A stop leaves the PULLs to those who stay.
+            return applied, () if self._shared.stop_requested else boundary.answer_pulls()
+        if self.local_step % every:
+            return (), ()
+        return boundary.synchronise(self.config.final_timeout_s)
+
+    def _stop_if_asked(self) -> None:
         if self._shared.stop_requested:
-            self._save_state(wait=True)
+            self._backup.now()
             self._shared.check()
-        self._save_when_due()
+
+    def _baseline_step(self) -> StepInfo:
+        self._stop_if_asked()
+        self._backup.when_due()
+        self._emit_pending()
         stop = self.local_step == self.config.max_local_steps
         return StepInfo(local_step=self.local_step, stop=stop)
 
@@ -287,38 +303,6 @@ class Learner:
                 stop=self.result is not None,
             )
 
-    def _apply_broadcasts(self) -> tuple[int, ...]:
-        with self._shared.gate:
-            due = self._session.take_broadcasts()
-            rolled_back, self._session.rolled_back = self._session.rolled_back, False
-            warnings, self._session.warnings = self._session.warnings, []
-        for text in warnings:
-            log.warning("%s", text)
-        if rolled_back:
-            self._feedback.reset()
-        for apply in due:
-            fragment, received = apply.fragment, apply.received
-            if apply.blend:
-                self._parameters.blend(fragment, received.values, self.config.alpha)
-            with self._shared.gate:
-                self._session.applied(apply)
-                self._shared.counters.merges_applied += apply.blend
-            self._feedback.applied(fragment, received.version)
-            self._emit(BroadcastApplied(fragment, received.version, self.local_step))
-        return tuple(apply.fragment for apply in due)
-
-    def _answer_pulls(self) -> tuple[int, ...]:
-        if self._client is None:
-            return ()
-        with self._shared.gate:
-            answers = self._session.take_answers()
-        for answer in answers:
-            buffer = self._parameters.staging.take()
-            delta = self._parameters.delta(answer.pull.fragment, answer.anchor, buffer)
-            release = partial(self._parameters.staging.give, buffer)
-            self._client.push(Push(answer, delta, release))
-        return tuple(answer.pull.fragment for answer in answers)
-
     # -- the end ------------------------------------------------------------------------------
 
     def finish_budget(self) -> Result:
@@ -328,7 +312,7 @@ class Learner:
             BudgetFailed: wrong number of steps, no units, a lost report, or no progress.
         """
         budget = self.config.learner_budget_steps
-        if budget is None or self._ending is None:
+        if budget is None or self._ending is None or self._boundary is None:
             raise ConfigError("finish_budget needs learner_budget_steps")
         if self.result is None:
             if self.local_step != budget or self.units == 0:
@@ -337,14 +321,14 @@ class Learner:
                     f"done are {self.local_step} steps of {self.units} units"
                 )
             self._ending.report(budget)
-            self._ending.consolidate(self._answer_pulls)
+            self._ending.consolidate(self._boundary.answer_pulls)
             return self._finalize(self._ending)
         return self.result
 
     def _finalize(self, ending: Ending) -> Result:
         step = ending.announce()
         self._emit(Finalizing(step))
-        self._save_state(wait=True)
+        self._backup.now()
         manifest = ending.apply_cut()
         self.result = Result(
             step=manifest.step,
@@ -390,35 +374,6 @@ class Learner:
         self._finished = True
         self._emit_pending()
 
-    # -- durable state --------------------------------------------------------------------------
-
-    def _restore(self, store: StateStore) -> None:
-        saved = store.load()
-        if saved is None:
-            return
-        self._session.resume(saved.local_step, saved.units, saved.anchors)
-        self._local.restore(saved)
-        log.info("continuing at local step %d from %s", saved.local_step, saved.path)
-
-    def _save_when_due(self) -> None:
-        if self._store is not None and self.local_step % self.config.state_every_steps == 0:
-            self._save_state(wait=False)
-
-    def _save_state(self, *, wait: bool) -> None:
-        """Snapshot now, write in the background; `wait` until it is on disk (L53)."""
-        if self._store is None:
-            return
-        with self._shared.gate:
-            anchors = self._session.anchors
-            local_step, units = self._session.local_step, self._session.units
-        if not wait and self._store.busy:
-            log.info("the save before this one is still being written; step %d is not", local_step)
-            return
-        cut = self._local.snapshot(local_step, units, anchors, self.config.alpha)
-        self._store.save(cut, lambda path: self._shared.advance(StateSaved(local_step, path)))
-        if wait:
-            self._store.wait()
-
     # -- views ---------------------------------------------------------------------------------
 
     @property
@@ -449,26 +404,6 @@ class Learner:
         return self._shared.counters
 
     # -- helpers -------------------------------------------------------------------------------
-
-    def _encode_init(self) -> list[memoryview]:
-        """One snapshot before the first local step, kept for re-sending (L14)."""
-        dtype = self.config.dtype.bulk
-        encoded: list[memoryview] = []
-        for fragment in range(len(self.layout)):
-            values = self._parameters.snapshot(fragment)
-            try:
-                encoded.append(encode(values, dtype))
-            except NonFiniteValues as error:
-                raise NonFiniteParameters(self._blame(fragment, values)) from error
-        return encoded
-
-    def _blame(self, fragment: int, values: Tensor) -> str:
-        limit = _BF16_LIMIT if self.config.dtype is DType.BF16 else float("inf")
-        name = self._parameters.first_bad(fragment, values, limit)
-        return (
-            f"tensor {name!r} of fragment {fragment} has a value that is not finite in "
-            f"{self.config.wire_dtype}; nothing was sent"
-        )
 
     def _emit_pending(self) -> None:
         with self._shared.gate:

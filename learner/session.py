@@ -102,6 +102,8 @@ class _Fragment(Generic[T]):
     waiting: Received[T] | None = None
     anchor: Anchor[T] | None = None
     final: Received[T] | None = None
+    answered: int | None = None
+    """Round of the newest PULL that was answered from the present anchor."""
     saved: Anchor[T] | None = None
     """Anchor of an earlier process, until the first broadcast confirms or replaces it (L52)."""
 
@@ -287,24 +289,33 @@ class Session(Generic[T]):
         else:
             step, units = self.local_step, self.units
         fragment.anchor = Anchor(received.version, received.digest, received.values, step, units)
+        fragment.answered = None
 
-    def take_answers(self) -> list[Answer[T]]:
-        """The PULLs that can be answered now, in order of arrival (L23)."""
+    def take_answers(self, *, once: bool = False) -> list[Answer[T]]:
+        """The PULLs that can be answered now, in order of arrival (L23).
+
+        Args:
+            once: blocking mode; progress since an anchor is given to one round only (every attempt
+                of it), a later round's PULL waits for the broadcast that is on its way.
+        """
         if self.mode is Mode.FROZEN:
             self._adopt_bases()
         elif self.mode is not Mode.TRAIN:
             return []
         answers: list[Answer[T]] = []
         for pull in list(self._pulls.values()):
-            anchor = self._fragments[pull.fragment].anchor
-            if anchor is None:
+            fragment = self._fragments[pull.fragment]
+            if fragment.anchor is None:
                 continue
-            if pull.step <= anchor.version:
+            if pull.step <= fragment.anchor.version:
                 del self._pulls[pull.fragment]
                 continue
-            answer = self._answer(pull, anchor)
+            if once and fragment.answered is not None and pull.step > fragment.answered:
+                continue
+            answer = self._answer(pull, fragment.anchor)
             if answer is not None:
                 del self._pulls[pull.fragment]
+                fragment.answered = pull.step
                 answers.append(answer)
         return answers
 
@@ -337,6 +348,18 @@ class Session(Generic[T]):
             self._pulls.clear()
             return self.generation
         return None
+
+    def behind(self) -> list[int]:
+        """Fragments with local progress that no applied broadcast holds yet (blocking mode)."""
+        return [
+            index
+            for index, fragment in enumerate(self._fragments)
+            if fragment.anchor is None or fragment.anchor.local_step != self.local_step
+        ]
+
+    def unanchored(self) -> list[int]:
+        """Fragments without an applied broadcast."""
+        return [i for i, fragment in enumerate(self._fragments) if fragment.anchor is None]
 
     # -- views ------------------------------------------------------------------------------
 

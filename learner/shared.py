@@ -80,6 +80,8 @@ class Shared:
         ready: Callable[[], bool],
         limit_s: float | None = None,
         late: Callable[[], LearnerError] | None = None,
+        *,
+        wake_at: float | None = None,
     ) -> None:
         """Block the training thread until `ready()`; it is called with the gate held.
 
@@ -87,6 +89,7 @@ class Shared:
             ready: the condition.
             limit_s: seconds, None without a limit.
             late: what to raise when the limit has passed.
+            wake_at: a moment (`time.monotonic`) at which `ready` is asked again in any case.
 
         Raises:
             LearnerError: fatal, interrupted, or late.
@@ -100,4 +103,7 @@ class Shared:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0 and late is not None:
                     raise late()
+                if wake_at is not None:
+                    pause = max(0.0, wake_at - time.monotonic())
+                    left = pause if left is None else min(left, pause)
                 self.gate.wait(left)

@@ -44,6 +44,7 @@ class ScriptedSyncer:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.closed: queue.Queue[str] = queue.Queue()
         self.heartbeats: list[Heartbeat] = []
+        self.pushes: list[Any] = []
         self.refusal: ProtocolError | None = None
         self.group: Group | None = None
         self._hello: Hello | None = None
