@@ -12,7 +12,7 @@ from math import sqrt
 import numpy as np
 
 from syncer.merge import kernels
-from syncer.merge.kernels import Floats
+from syncer.merge.kernels import Floats, Readable
 from syncer.merge.scaling import single
 
 COSINE_OK = 0.2
@@ -29,9 +29,9 @@ class Damp:
 
     factor: np.float32
 
-    def apply(self, delta: Floats, momentum: Floats) -> None:
-        """Correct a learner delta, -g, in place."""
-        kernels.subtract_scaled(delta, self.factor, momentum)
+    def apply(self, out: Floats, delta: Readable, momentum: Floats) -> None:
+        """Write a corrected learner delta, -g, to `out`, which may be `delta`."""
+        kernels.damp(out, delta, momentum, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Rotate:
     other: float
     factor: np.float32
 
-    def apply(self, delta: Floats, momentum: Floats) -> None:
-        """Correct a learner delta, -g, in place."""
-        kernels.rotate(delta, momentum, self.own, self.other, self.factor)
+    def apply(self, out: Floats, delta: Readable, momentum: Floats) -> None:
+        """Write a corrected learner delta, -g, to `out`, which may be `delta`."""
+        kernels.rotate(out, delta, momentum, self.own, self.other, self.factor)
 
 
 def correction(gradient: float, momentum: float, dot: float) -> Damp | Rotate | None:

@@ -209,8 +209,11 @@ class FragmentMerge:
             sums = [kernels.sum_of_squares(momentum) if heloco else 0.0]
             for term in terms[block.tensor]:
                 delta = self._load(block, term, scratch)
-                sums.append(kernels.sum_of_squares(delta))
-                sums.append(kernels.dot(delta, momentum) if heloco else 0.0)
+                sums += (
+                    kernels.moments(delta, momentum)
+                    if heloco
+                    else (kernels.sum_of_squares(delta), 0.0)
+                )
             return sums
 
         for tensor, sums in _by_tensor(group, self._workers.run(moments, group)).items():
@@ -293,12 +296,15 @@ class FragmentMerge:
     def _load(self, block: Block, term: Term, scratch: Floats) -> Readable:
         """One block of a learner delta, corrected; in `scratch` unless it can be read in place."""
         source = self._sources[term.response]
-        if source is not None and term.correction is None:
-            return source[block.span]
-        payload = self._job.responses[term.response].payload
-        decode_into(payload, self._job.dtype, block.first, scratch)
-        if term.correction is not None:
-            term.correction.apply(scratch, self._momentum[block.span])
+        if source is None:
+            payload = self._job.responses[term.response].payload
+            decode_into(payload, self._job.dtype, block.first, scratch)
+            delta: Readable = scratch
+        else:
+            delta = source[block.span]
+        if term.correction is None:
+            return delta
+        term.correction.apply(scratch, delta, self._momentum[block.span])
         return scratch
 
     def _share(self, term: Term) -> float:

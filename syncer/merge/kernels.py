@@ -41,19 +41,26 @@ def sum_of_squares(x: Readable) -> float:
 
 
 @compiled
-def dot(x: Readable, y: Floats) -> float:
-    """f64 sum of x_i * y_i."""
-    lanes = np.zeros(LANES)
+def moments(x: Readable, y: Floats) -> tuple[float, float]:
+    """f64 sums of x_i^2 and of x_i * y_i."""
+    squares = np.zeros(LANES)
+    products = np.zeros(LANES)
     whole = len(x) // LANES * LANES
     for first in range(0, whole, LANES):
         for lane in range(LANES):
-            lanes[lane] += np.float64(as_f32(x[first + lane])) * np.float64(y[first + lane])
+            value = np.float64(as_f32(x[first + lane]))
+            squares[lane] += value * value
+            products[lane] += value * np.float64(y[first + lane])
     for lane in range(len(x) - whole):
-        lanes[lane] += np.float64(as_f32(x[whole + lane])) * np.float64(y[whole + lane])
-    total = 0.0
+        value = np.float64(as_f32(x[whole + lane]))
+        squares[lane] += value * value
+        products[lane] += value * np.float64(y[whole + lane])
+    square = 0.0
+    product = 0.0
     for lane in range(LANES):
-        total += lanes[lane]
-    return total
+        square += squares[lane]
+        product += products[lane]
+    return square, product
 
 
 @compiled
@@ -85,11 +92,20 @@ def scale_wide(x: Floats, factor: float) -> None:
 
 
 @compiled
-def rotate(x: Floats, momentum: Floats, own: float, other: float, factor: np.float32) -> None:
-    """x = f32(own * x - other * momentum) * factor, the sum in f64 (N15, 0 <= c < c_ok)."""
-    for i in range(len(x)):
-        turned = own * np.float64(x[i]) - other * np.float64(momentum[i])
-        x[i] = np.float32(turned) * factor
+def damp(out: Floats, x: Readable, momentum: Floats, factor: np.float32) -> None:
+    """out = x - factor * momentum, one f32 product and one f32 difference (N15, c < 0)."""
+    for i in range(len(out)):
+        out[i] = as_f32(x[i]) - factor * momentum[i]
+
+
+@compiled
+def rotate(  # noqa: PLR0917  compiled functions take no keywords
+    out: Floats, x: Readable, momentum: Floats, own: float, other: float, factor: np.float32
+) -> None:
+    """out = f32(own * x - other * momentum) * factor, the sum in f64 (N15, 0 <= c < c_ok)."""
+    for i in range(len(out)):
+        turned = own * np.float64(as_f32(x[i])) - other * np.float64(momentum[i])
+        out[i] = np.float32(turned) * factor
 
 
 @compiled
