@@ -13,7 +13,7 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -42,6 +42,9 @@ FAREWELL_S = 30.0
 """Seconds of refused redials after which an acknowledged learner goes home (L34)."""
 BOUNDARY_HEARTBEAT_S = 1.0
 _JOIN_S = 10.0
+_JITTER = random.SystemRandom()
+"""Not the process's own generator: its state belongs to the training (L51)."""
+_LAST_TRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,10 @@ class NetworkClient:
 
     def close(self) -> None:
         """Close the group and end the thread; what is unsent is dropped."""
-        if self._thread.is_alive():
+        if self._thread.ident is None and not self._loop.is_closed():
+            self._loop.close()
+            self._executor.shutdown()
+        elif self._thread.is_alive():
             self._post(self._cancel)
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
@@ -258,13 +264,12 @@ class NetworkClient:
         """A new group after an outage, or None when an acknowledged learner may go (L11, L34)."""
         with self._shared.gate:
             acknowledged = self._shared.acknowledged
-        delay = 1.0
-        while True:
-            pause = delay * random.uniform(0.8, 1.2)
-            limit = REDIAL_S
+        for wait in backoff(_JITTER.uniform):
+            pause, limit = wait, REDIAL_S
             if acknowledged:
                 left = FAREWELL_S - (time.monotonic() - lost)
-                pause, limit = min(pause, max(0.0, left)), min(limit, max(0.1, left - pause))
+                pause = min(wait, max(0.0, left))
+                limit = min(REDIAL_S, max(_LAST_TRY_S, left - pause))
             await asyncio.sleep(pause)
             try:
                 link, group = await self._dial(limit)
@@ -275,9 +280,9 @@ class NetworkClient:
                     self._shared.counters.redials += 1
                 return link, group
             if acknowledged and time.monotonic() - lost >= FAREWELL_S:
-                self._leave_unconfirmed()
-                return None
-            delay = min(MAX_BACKOFF_S, 2 * delay)
+                break
+        self._leave_unconfirmed()
+        return None
 
     def _leave_unconfirmed(self) -> None:
         log.warning(
@@ -305,7 +310,7 @@ class NetworkClient:
                 sink=link,
                 executor=self._executor,
                 counters=self._counters,
-                timeouts=Timeouts(dial=max(0.1, limit)),
+                timeouts=Timeouts(dial=max(_LAST_TRY_S, limit)),
                 ssl=self._transport.ssl,
                 server_name=self._transport.server_name,
                 seal=self._transport.seal,
@@ -328,6 +333,14 @@ class NetworkClient:
         group = self._group(generation)
         if group is not None:
             self._outgoing.acknowledge(group)
+
+
+def backoff(uniform: Callable[[float, float], float]) -> Iterator[float]:
+    """Seconds to sleep before each redial of one outage: 1, 2, 4, … 30, each x 0.8 to 1.2 (L11)."""
+    delay = 1.0
+    while True:
+        yield delay * uniform(0.8, 1.2)
+        delay = min(MAX_BACKOFF_S, 2 * delay)
 
 
 def _reason(error: OSError) -> str:

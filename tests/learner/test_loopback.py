@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import socket
@@ -247,12 +248,8 @@ def test_push_survives_nothing_of_an_old_generation(syncer: ScriptedSyncer, fast
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redials after a hundredth of the real pause; the real constants are L11's own test."""
-    real = client_module.random.uniform
-
-    def short(low: float, high: float) -> float:
-        return real(low, high) / 100
-
-    monkeypatch.setattr(client_module.random, "uniform", short)
+    real = client_module.backoff
+    monkeypatch.setattr(client_module, "backoff", lambda uniform: (p / 100 for p in real(uniform)))
 
 
 def test_error_is_fatal_at_the_next_boundary(syncer: ScriptedSyncer) -> None:
@@ -376,6 +373,14 @@ def test_an_outage_is_said_once(caplog, fast) -> None:
     said = [r.message for r in caplog.records if r.name.startswith("learner")]
     assert sum("lost" in line for line in said) == 1
     assert sum("regained" in line for line in said) == 1
+
+
+def test_redial_pauses_double_up_to_30_s_with_jitter() -> None:
+    """L11."""
+    middle = list(itertools.islice(client_module.backoff(lambda low, high: (low + high) / 2), 8))
+    assert middle == [1, 2, 4, 8, 16, 30, 30, 30]
+    low = list(itertools.islice(client_module.backoff(lambda low, high: low), 2))
+    assert low == [0.8, 1.6]
 
 
 def test_reconnect_in_finalization(syncer: ScriptedSyncer, fast) -> None:
