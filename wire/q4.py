@@ -18,6 +18,7 @@ THRESHOLDS = np.array(
 """Smallest f32 ratio |v| / scale of the levels 1 to 7 (table of W54)."""
 
 _T1, _T2, _T3, _T4, _T5, _T6, _T7 = THRESHOLDS
+_SCALE_BYTES = 4
 _INFINITY = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _SIGN = np.uint32(0x80000000)
@@ -29,11 +30,11 @@ def encode(values: Floats) -> Bytes | None:
     whole = len(values) // Q4_BLOCK
     table = np.empty((blocks, Q4_BLOCK_BYTES), np.uint8)
     scales = np.empty(blocks, np.uint32)
-    _encode_blocks(values[: whole * Q4_BLOCK], table[:whole, 4:], scales[:whole])
+    _encode_blocks(values[: whole * Q4_BLOCK], table[:whole], scales[:whole])
     if whole < blocks:
         tail = np.zeros(Q4_BLOCK, np.float32)
         tail[: len(values) - whole * Q4_BLOCK] = values[whole * Q4_BLOCK :]
-        _encode_blocks(tail, table[whole:, 4:], scales[whole:])
+        _encode_blocks(tail, table[whole:], scales[whole:])
     table[:, :4] = scales.astype("<u4").view(np.uint8).reshape(blocks, 4)
     return table.reshape(-1) if (scales < _INFINITY).all() else None
 
@@ -47,10 +48,10 @@ def decode_into(data: Bytes, first: int, out: Floats) -> None:
     end = -(-(first + len(out)) // Q4_BLOCK)
     table = data.reshape(-1, Q4_BLOCK_BYTES)[begin:end]
     if skip == 0 and len(out) % Q4_BLOCK == 0:
-        _decode_blocks(table[:, 4:], _scales(table), out.view(np.uint32), out)
+        _decode_blocks(table, _scales(table), out.view(np.uint32), out)
     else:
         values = np.empty(len(table) * Q4_BLOCK, np.float32)
-        _decode_blocks(table[:, 4:], _scales(table), values.view(np.uint32), values)
+        _decode_blocks(table, _scales(table), values.view(np.uint32), values)
         out[:] = values[skip : skip + len(out)]
 
 
@@ -65,8 +66,10 @@ def _scales(table: Bytes) -> Floats:
 
 
 @compiled
-def _encode_blocks(values: Floats, codes: Bytes, scales: Words) -> None:
-    """Codes and scale bits of whole blocks; a scale is at least infinity if a value is not finite.
+def _encode_blocks(values: Floats, table: Bytes, scales: Words) -> None:
+    """Codes of whole blocks, and the bits of their scales, which go to the table afterwards.
+
+    A scale is at least infinity if a value is not finite.
 
     Magnitudes are compared as integers, which orders NaN above all numbers.
     """
@@ -95,25 +98,26 @@ def _encode_blocks(values: Floats, codes: Bytes, scales: Words) -> None:
             sign = (bits[i] & _SIGN) >> np.uint32(28)
             nibbles[i] = np.uint8(level | (sign if level > 0 else np.uint32(0)))
         for i in range(Q4_BLOCK // 2):
-            codes[block, i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
+            table[block, _SCALE_BYTES + i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
 
 
 @compiled
-def _decode_blocks(codes: Bytes, scales: Floats, bits: Words, out: Floats) -> None:
+def _decode_blocks(table: Bytes, scales: Floats, bits: Words, out: Floats) -> None:
     """Values of whole blocks; `bits` is the same memory as `out`."""
     for block in range(len(scales)):
-        first = block * Q4_BLOCK
+        part = out[block * Q4_BLOCK : (block + 1) * Q4_BLOCK]
+        part_bits = bits[block * Q4_BLOCK : (block + 1) * Q4_BLOCK]
         scale = scales[block]
         # A scale of -0.0 would turn the sign of level 0, which is to stay as it is coded.
         zero = scales[block : block + 1].view(np.uint32)[0] & _SIGN
         for i in range(Q4_BLOCK // 2):
-            code = np.uint32(codes[block, i])
+            code = np.uint32(table[block, _SCALE_BYTES + i])
             low = code & np.uint32(7)
             high = (code >> np.uint32(4)) & np.uint32(7)
             # 2^(level - 7) has the exponent field level + 120.
             low = (low + np.uint32(120)) << np.uint32(23) if low > 0 else zero
             high = (high + np.uint32(120)) << np.uint32(23) if high > 0 else zero
-            bits[first + 2 * i] = low ^ ((code << np.uint32(28)) & _SIGN)
-            bits[first + 2 * i + 1] = high ^ ((code << np.uint32(24)) & _SIGN)
-        for i in range(first, first + Q4_BLOCK):
-            out[i] *= scale
+            part_bits[2 * i] = low ^ ((code << np.uint32(28)) & _SIGN)
+            part_bits[2 * i + 1] = high ^ ((code << np.uint32(24)) & _SIGN)
+        for i in range(Q4_BLOCK):
+            part[i] *= scale
