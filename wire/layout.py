@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ MAX_NUMEL = 2**63
 LAYOUT_JSON_FORMAT = "yeto-layout-json-v1"
 _FINGERPRINT_PREFIX = b"yeto-layout-v1\0"
 _FRAGMENT_HEAD = struct.Struct("<BI")
+_U64 = struct.Struct("<Q")
 
 
 class MergeMode(IntEnum):
@@ -34,8 +35,10 @@ class MergeMode(IntEnum):
     ISO = 2
 
 
-@dataclass(frozen=True, slots=True)
-class NumericFragment:
+_MODES = tuple(MergeMode)
+
+
+class NumericFragment(NamedTuple):
     """One fragment as HELLO describes it.
 
     Attributes:
@@ -114,7 +117,7 @@ def _parse_fragment(data: memoryview, at: int, index: int) -> tuple[NumericFragm
         raise _bad_layout(f"fragment {index} has merge mode {mode}, known are 0, 1 and 2")
     if not 1 <= count <= (len(data) - at) // 8:
         raise _bad_layout(f"fragment {index} lists {count} tensors, more or fewer than fit")
-    numels = tuple(np.frombuffer(data, "<u8", count, at).tolist())
+    numels = _read_u64(data, at, count)
     at += 8 * count
     if min(numels) < 1:
         raise _bad_layout(f"fragment {index} has a tensor without elements")
@@ -125,14 +128,21 @@ def _parse_fragment(data: memoryview, at: int, index: int) -> tuple[NumericFragm
     if mode == MergeMode.ISO:
         if len(data) - at < 16 * count:
             raise _bad_layout(f"the iso shapes of fragment {index} are cut off")
-        flat = np.frombuffer(data, "<u8", 2 * count, at).tolist()
+        flat = _read_u64(data, at, 2 * count)
         at += 16 * count
         shapes = tuple(zip(flat[::2], flat[1::2], strict=True))
         for numel, (rows, cols) in zip(numels, shapes, strict=True):
             # Python integers do not wrap, so this also refuses products over 2^64 (W2).
             if rows < 1 or cols < 1 or rows * cols != numel:
                 raise _bad_layout(f"fragment {index}: {rows} x {cols} is not {numel} elements")
-    return NumericFragment(MergeMode(mode), numels, shapes, total), at
+    return NumericFragment(_MODES[mode], numels, shapes, total), at
+
+
+def _read_u64(data: memoryview, at: int, count: int) -> tuple[int, ...]:
+    """`count` u64; a stranger's HELLO may hold millions of tiny fragments, so both ways count."""
+    if count == 1:
+        return _U64.unpack_from(data, at)
+    return tuple(np.frombuffer(data, "<u8", count, at).tolist())
 
 
 def _bad_layout(sentence: str) -> ProtocolError:
