@@ -13,8 +13,6 @@ import random
 import re
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,48 +157,36 @@ def undisturbed(folder: Path, write: str) -> list[Step]:
     return found
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: a killed process leaves the same there as on a disk,
-    and thousands of fsyncs are free. The rows of the matrix itself run on the disk."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="yeto-crash-", dir=memory) as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize(
     ("write", "line"), MATRIX, ids=[f"{write}: {line.point}" for write, line in MATRIX]
 )
-def test_matrix_row(write: str, line: Row, steps: dict[str, list[Step]], tmp_path: Path) -> None:
+def test_matrix_row(write: str, line: Row, steps: dict[str, list[Step]], disk_path: Path) -> None:
     at = [index for index, step in enumerate(steps[write]) if step == line.seam]
-    kill_at(tmp_path, write, at[line.occurrence])
-    assert (tmp_path / "P").read_bytes() == encode(cut(BASE + line.at_path))
-    known = {entry.global_step - BASE for entry in read_sums(tmp_path / "P.sums")}
+    kill_at(disk_path, write, at[line.occurrence])
+    assert (disk_path / "P").read_bytes() == encode(cut(BASE + line.at_path))
+    known = {entry.global_step - BASE for entry in read_sums(disk_path / "P.sums")}
     assert known == set(line.sums)
-    assert beside(tmp_path) == set(line.leftovers)
-    assert check_resume_and_run_on(tmp_path, {BASE + line.at_path}) == BASE + line.at_path
+    assert beside(disk_path) == set(line.leftovers)
+    assert check_resume_and_run_on(disk_path, {BASE + line.at_path}) == BASE + line.at_path
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_killed_at_every_step(write: str, steps: dict[str, list[Step]], place: Path) -> None:
+def test_killed_at_every_step(write: str, steps: dict[str, list[Step]], tmp_path: Path) -> None:
     for index in range(len(steps[write])):
-        folder = place / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         kill_at(folder, write, index)
         check_resume_and_run_on(folder, {BASE, NEXT})
 
 
-def test_first_write_ever(place: Path) -> None:
+def test_first_write_ever(tmp_path: Path) -> None:
     """Nothing to resume before F5; a fresh start finds the place clean (K9)."""
-    folder = place / "count"
+    folder = tmp_path / "count"
     folder.mkdir()
     store = started(folder / "P")
     all_steps = steps_of(lambda files: _first(store, files))
     for index, step in enumerate(all_steps):
-        folder = place / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         store = started(folder / "P")
         status = in_child(lambda store=store, index=index: _first(store, killed_at(index)))  # type: ignore[misc]
@@ -225,32 +211,32 @@ def _first(store: CheckpointStore, files: FileSystem) -> None:
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_terminal_write_killed_at_every_step(write: str, place: Path) -> None:
+def test_terminal_write_killed_at_every_step(write: str, tmp_path: Path) -> None:
     """K14: no spare stays, whatever is killed on the way is cleaned at the next start."""
 
     def last(store: CheckpointStore, files: FileSystem) -> None:
         store._files = files
         store.save(cut(BASE), patch=WRITES[write], last=True)
 
-    count = place / "count"
+    count = tmp_path / "count"
     count.mkdir()
     store = run_to_base(count)
     total = len(steps_of(lambda files: last(store, files)))
     assert beside(count) == set()
     for index in range(total):
-        folder = place / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         status = in_child(lambda f=folder, i=index: last(run_to_base(f), killed_at(i)))  # type: ignore[misc]
         assert os.WIFSIGNALED(status)
         check_resume_and_run_on(folder, {BASE})
 
 
-def test_torn_spare_is_never_read(steps: dict[str, list[Step]], place: Path) -> None:
+def test_torn_spare_is_never_read(steps: dict[str, list[Step]], tmp_path: Path) -> None:
     """Pages of a half-patched spare come back old, new or as garbage; K9 removes it unread."""
     rng = random.Random(7)
     middle = [i for i, step in enumerate(steps["patched"]) if step == ("after", "pwrite", "P.tmp")]
     for index in middle:
-        folder = place / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         kill_at(folder, "patched", index)
         spare = folder / "P.tmp"
@@ -332,9 +318,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_power_loss_at_every_step(write: str, place: Path) -> None:
+def test_power_loss_at_every_step(write: str, tmp_path: Path) -> None:
     """K10: whatever subset of unsynced changes survives, P is complete and of step s-1 or s."""
-    folder = place / "run"
+    folder = tmp_path / "run"
     folder.mkdir()
     store = run_to_base(folder)
     disk = Disk(folder)
@@ -355,7 +341,7 @@ def test_power_loss_at_every_step(write: str, place: Path) -> None:
     save_next(store, WatchedFiles(watch), write)
     store.release()
     assert durable
-    after = place / "after"
+    after = tmp_path / "after"
     for state in seen:
         after.mkdir()
         for name, content in state:
@@ -373,13 +359,13 @@ def test_power_loss_at_every_step(write: str, place: Path) -> None:
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_c35_any_operation_fails_and_is_tried_again(
-    write: str, code: int, times: int, steps: dict[str, list[Step]], place: Path
+    write: str, code: int, times: int, steps: dict[str, list[Step]], tmp_path: Path
 ) -> None:
     """Before an operation it did not happen, after it the error came although it did."""
     for index in range(len(steps[write])):
-        folder = place / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         store = run_to_base(folder)
         left = [index]
@@ -405,28 +391,28 @@ def test_c35_any_operation_fails_and_is_tried_again(
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_disk_full_in_the_middle_of_a_write(write: str, place: Path) -> None:
-    store = run_to_base(place)
+def test_disk_full_in_the_middle_of_a_write(write: str, tmp_path: Path) -> None:
+    store = run_to_base(tmp_path)
     files = FullDisk()
     files.full = True
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
             save_next(store, files, write)
-        assert (place / "P").read_bytes() == encode(cut(BASE))
+        assert (tmp_path / "P").read_bytes() == encode(cut(BASE))
     files.full = False
     save_next(store, files, write)
-    assert (place / "P").read_bytes() == encode(cut(NEXT))
+    assert (tmp_path / "P").read_bytes() == encode(cut(NEXT))
     store.release()
-    check_resume_and_run_on(place, {NEXT})
+    check_resume_and_run_on(tmp_path, {NEXT})
 
 
-def test_short_writes_are_continued(place: Path) -> None:
-    store = started(place / "P", ShortWrites())
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    store = started(tmp_path / "P", ShortWrites())
     for step in range(5):
         store.save(cut(step), patch=True, last=False)
-        assert (place / "P").read_bytes() == encode(cut(step))
+        assert (tmp_path / "P").read_bytes() == encode(cut(step))
     store.release()
-    check_resume_and_run_on(place, {4})
+    check_resume_and_run_on(tmp_path, {4})
 
 
 # -- the document ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from checkpoint.files import FileSystem
 from checkpoint.store import CheckpointStore
 from checkpoint.sums import read_sums
 from tests.checkpoint.builders import cut, encode, hello, same_bits, started
+from tests.checkpoint.conftest import MEMORY
 from tests.checkpoint.faults import Step, WatchedFiles, in_child, killed_at
 
 
@@ -25,8 +26,7 @@ class Store(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        memory = Path("/dev/shm")
-        where = memory if os.access(memory, os.W_OK) else None
+        where = MEMORY if os.access(MEMORY, os.W_OK) else None
         self.folder = Path(tempfile.mkdtemp(prefix="yeto-store-", dir=where))
         self.path = self.folder / "P"
         self.allowed: set[int | None] = {None}
@@ -134,5 +134,5 @@ class Store(RuleBasedStateMachine):
             assert os.pread(fd, 1 << 16, 0) == data
 
 
-Store.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+Store.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
 TestStore = Store.TestCase
