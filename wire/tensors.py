@@ -23,6 +23,8 @@ from wire.messages import Buffer
 BLOCK = 64 * 1024
 """Values handled at a time: 256 KiB of f32."""
 
+_MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
+"""All bits but the sign, by size of the element."""
 _F32_INFINITY = 0x7F800000
 _BF16_INFINITY = 0x7F80
 _BF16_OVERFLOW = 0x7F7F8000
@@ -137,7 +139,9 @@ def representable(values: Tensor, dtype: DType) -> bool:
 
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     """Whether every value, as integer bits without the sign, is below `limit`."""
-    mask = bits.dtype.type(np.iinfo(bits.dtype).max >> 1)
+    mask = _MAGNITUDE[bits.itemsize]
+    if len(bits) <= BLOCK:
+        return bool((bits & mask).max() < limit)
     blocks = (bits[at : at + BLOCK] for at in range(0, len(bits), BLOCK))
     return all(bool((block & mask).max() < limit) for block in blocks)
 

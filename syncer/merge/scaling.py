@@ -9,12 +9,15 @@ import numpy as np
 from syncer.merge import kernels
 from syncer.merge.kernels import Floats, Readable
 
+_SAFE = 2.0**127
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 def single(value: float) -> np.float32:
     """f32(value), round to nearest even; infinite where f32 has no such number."""
-    with np.errstate(over="ignore"):
+    if -_SAFE < value < _SAFE:
+        return np.float32(value)
+    with np.errstate(over="ignore"):  # slow, and needed for what may overflow only
         return np.float32(value)
 
 
