@@ -158,6 +158,12 @@ class SvdPool:
             return self._poison
 
     @property
+    def admitted(self) -> int:
+        """Matrices queued plus running, at most the capacity (N32)."""
+        with self._changed:
+            return self._admitted
+
+    @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers, in the order of the devices."""
         with self._changed:
