@@ -51,13 +51,14 @@ def test_a_killed_learner_does_not_stop_the_run(training: Training) -> None:
         "--quorum=2", "--total-steps=60", "--min-round-interval-ms=60", "--grace-ms=300",
         "--mark-final-checkpoint",
     )  # fmt: skip
-    names = [training.start_learner(number) for number in range(3)]
+    for number in range(3):
+        training.start_learner(number)
     training.wait_for_commits(3, lambda commit: ids(commit.responded) == {0, 1, 2})
     before = len(training.commits())
     training.signal("learner-2", signal.SIGKILL)
 
-    assert training.exit_code("syncer") == 0
-    assert [training.exit_code(name) for name in names] == [0, 0, -signal.SIGKILL]
+    training.wait_for_exit("syncer", "learner-0", "learner-1")
+    training.wait_for_exit("learner-2", code=-signal.SIGKILL)
     commits = training.commits()
     assert_contiguous(training)
     assert len(commits) == 60
@@ -72,8 +73,7 @@ def test_a_learner_waits_for_the_syncer_with_one_line(training: Training) -> Non
     name = training.start_learner(0)
     training.wait_for_line(name, f"waiting for the syncer at 127.0.0.1:{training.port}")
     training.start_syncer("--total-steps=3")
-    assert training.exit_code("syncer") == 0
-    assert training.exit_code(name) == 0
+    training.wait_for_exit("syncer", name)
     assert sum("waiting for the syncer" in message for message in training.said(name)) == 1
     assert training.result(name)["step"] == 3
 
@@ -84,7 +84,7 @@ def test_learners_carry_on_while_the_syncer_is_killed_and_resumed(training: Trai
     names = [training.start_learner(number) for number in range(2)]
     training.wait_for_commits(4)
     training.signal("syncer", signal.SIGKILL)
-    assert training.exit_code("syncer") == -signal.SIGKILL
+    training.wait_for_exit("syncer", code=-signal.SIGKILL)
     for name in names:
         training.wait_for_line(name, "lost")
     done = len(training.commits())
@@ -92,8 +92,7 @@ def test_learners_carry_on_while_the_syncer_is_killed_and_resumed(training: Trai
     training.start_syncer("--quorum=2", "--resume", name="syncer-2")
     training.wait_for_commits(done + 4)
     training.signal("syncer-2", signal.SIGTERM)
-    assert training.exit_code("syncer-2") == 0
-    assert [training.exit_code(name) for name in names] == [0, 0]
+    training.wait_for_exit("syncer-2", *names)
     assert_contiguous(training)
     for name in names:
         assert sum("lost" in message for message in training.said(name)) == 1
@@ -110,8 +109,7 @@ def test_ctrl_c_on_the_syncer_gives_every_learner_the_same_bits(
     names = [training.start_learner(number, f"--wire-dtype={dtype}") for number in range(3)]
     training.wait_for_commits(6)
     training.signal("syncer", signal.SIGINT)
-    assert training.exit_code("syncer") == 0
-    assert [training.exit_code(name) for name in names] == [0, 0, 0]
+    training.wait_for_exit("syncer", *names)
 
     assert len({training.model(name) for name in names}) == 1
     merged = exported(training, names[0])
@@ -130,13 +128,12 @@ def test_a_learner_with_another_model_is_refused_and_the_run_goes_on(training: T
     training.start_learner(0)
     training.wait_for_commits(1)
     stranger = training.start_learner(1, "--width=16")
-    assert training.exit_code(stranger) == 1
+    training.wait_for_exit(stranger, code=1)
     assert re.search("session-mismatch", "\n".join(training.said(stranger)))
     assert not (training.folder / stranger / "model.safetensors").exists()
     training.wait_for_commits(len(training.commits()) + 3)
     training.signal("syncer", signal.SIGINT)
-    assert training.exit_code("syncer") == 0
-    assert training.exit_code("learner-0") == 0
+    training.wait_for_exit("syncer", "learner-0")
 
 
 def test_a_stopped_learner_saves_its_state_and_continues_from_it(training: Training) -> None:
@@ -147,7 +144,7 @@ def test_a_stopped_learner_saves_its_state_and_continues_from_it(training: Train
     training.start_learner(1, state)
     training.wait_for_commits(3, lambda commit: 1 in ids(commit.responded))
     training.signal("learner-1", signal.SIGTERM)
-    assert training.exit_code("learner-1") == 1
+    training.wait_for_exit("learner-1", code=1)
     saved = max(int(path.name[5:]) for path in (training.folder / "state").glob("step-*"))
     assert saved > 0
 
@@ -158,7 +155,7 @@ def test_a_stopped_learner_saves_its_state_and_continues_from_it(training: Train
         lambda: any(1 in ids(commit.responded) for commit in training.commits()[seen:]),
     )
     training.signal("syncer", signal.SIGINT)
-    assert [training.exit_code(name) for name in ("syncer", "learner-0", again)] == [0, 0, 0]
+    training.wait_for_exit("syncer", "learner-0", again)
     assert int(str(training.result(again)["local_step"])) > saved
 
 
@@ -166,15 +163,15 @@ def test_the_safety_stop_is_a_failure_and_the_baseline_is_not(training: Training
     """cli.md: --max-local-steps exits 1 before finalization, 0 with --connect none."""
     training.start_syncer("--quorum=1")
     training.start_learner(0, "--max-local-steps=5")
-    assert training.exit_code("learner-0") == 1
+    training.wait_for_exit("learner-0", code=1)
     assert any("max_local_steps" in message for message in training.said("learner-0"))
     alone = training.start_learner(1, "--connect=none", "--max-local-steps=5", name="alone")
-    assert training.exit_code(alone) == 0
+    training.wait_for_exit(alone)
     finals = [line for line in training.lines if line.event == "final"]
     assert [line.fields["local_step"] for line in finals] == [5]
 
 
 def test_nobody_listens(training: Training) -> None:
     name = training.start_learner(0, "--connect-timeout-s=0.2")
-    assert training.exit_code(name) == 1
+    training.wait_for_exit(name, code=1)
     assert any(f"127.0.0.1:{training.port}" in message for message in training.said(name))

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.demo.programs import Line, Programs
 from syncer.tape import CommitRecord, read_commits
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 TICK_S = 0.05
 TINY_MODEL = (
     "--layers=1",
@@ -112,12 +112,14 @@ class Training:
         """Until the tape holds this many commits that are like what is asked for."""
         self.wait(f"{count} commits", lambda: sum(map(like, self.commits())) >= count)
 
-    def exit_code(self, name: str) -> int:
-        """Waits until a program has ended."""
-        self.wait(f"{name} to end", lambda: self._programs.exit_code(name) is not None)
-        code = self._programs.exit_code(name)
-        assert code is not None
-        return code
+    def wait_for_exit(self, *names: str, code: int = 0) -> None:
+        """Waits until these programs have ended, each with this exit code."""
+        for name in names:
+            self.wait(
+                f"{name} to end", lambda name=name: self._programs.exit_code(name) is not None
+            )
+            found = self._programs.exit_code(name)
+            assert found == code, f"{name} ended with {found}, not {code}\n{self._story()}"
 
     def result(self, name: str) -> dict[str, object]:
         """The JSON beside a learner's final model."""
