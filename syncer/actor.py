@@ -62,6 +62,8 @@ class Actor:
 
     Attributes:
         finished: holds the core's `Finish` once the run is over.
+        links: the connected groups.
+        progress: what was committed last.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Actor:
         self._newcomers: dict[int, tuple[Newcomer, Hello]] = {}
         self._token = 0
         self._session: Hello | None = None
-        self._progress = Progress()
+        self.progress = Progress()
         self._broadcasts = Broadcasts(loop, workers.encode, self.fail)
         self._recorder: Recorder | None = None
         if services.tape is not None:
@@ -394,7 +396,7 @@ class Actor:
     def _write_tape(self, command: c.WriteTape) -> None:
         self.record(command.record)
         if "step" in command.record:
-            self._progress.committed(command.record)
+            self.progress.committed(command.record)
 
     def _write_log(self, command: c.Log) -> None:
         cs.log_event(LOGGER, LEVELS[command.level], "coordinator", command.text)

@@ -66,9 +66,11 @@ class Progress:
         self._clock = clock
         self._last_line: float | None = None
         self._last_step = 0
+        self.newest: Mapping[str, Any] | None = None
 
     def committed(self, record: Mapping[str, Any]) -> None:
-        """Called with each commit record (C41)."""
+        """Called with each commit record (C41); the newest one is kept."""
+        self.newest = record
         now = self._clock()
         if self._last_line is not None and now - self._last_line < self._period:
             return

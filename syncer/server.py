@@ -15,6 +15,7 @@ from functools import partial
 from syncer.actor import Actor
 from syncer.commands import Finish
 from syncer.coordinator import Coordinator
+from syncer.display import status_line
 from syncer.events import StopSignal
 from syncer.launch import (
     Launched,
@@ -89,7 +90,8 @@ async def serve(launched: Launched) -> int:
             _announce(launched, host, port)
             with _ready_file(options, host, port, launched.profile):
                 _record_resume(launched, actor)
-                return await _until_finished(actor, acceptor)
+                with status_line(actor, options.log_format):
+                    return await _until_finished(actor, acceptor)
         finally:
             acceptor.close()
     finally:
