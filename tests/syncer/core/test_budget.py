@@ -179,6 +179,18 @@ def test_c73_a_reported_id_needs_no_lease() -> None:
     assert not driver.core.finished
 
 
+def test_c73_a_report_ends_a_renewed_lease() -> None:
+    driver = running(quorum_timeout=20.0)
+    driver.report(0, N)
+    driver.wait(5)
+    driver.beat(1, 9)
+    driver.report(1, N)
+    for _ in range(10):
+        driver.beat(2, 9)
+        driver.wait(15)
+    assert not driver.core.finished
+
+
 def test_c75_a_poisoned_pool_ends_the_run() -> None:
     driver = running(learners=1)
     driver.auto = False

@@ -216,7 +216,7 @@ def test_c65_it_runs_from_the_freeze_and_lets_a_write_end_first() -> None:
     driver.answer_all(c.DrainPool)
     driver.wait(100)
     assert driver.phase is Phase.FREEZE
-    driver.answer_all(c.SaveCheckpoint)
+    assert not of_type(driver.answer_all(c.SaveCheckpoint), c.SendCut)
     assert driver.finish.code == 1
     assert driver.finish.error is not None
     assert driver.finish.error.code is ErrorCode.FINAL_TIMEOUT
