@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from learner.errors import StateMismatch
 from learner.events import StateSaved
+from learner.ranks import Operation, Ranks
 from learner.shared import Shared
-from learner.state import LocalState, StateStore
+from learner.state import KEPT, LocalState, Saved, StateStore
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +24,21 @@ class Backup:
         *,
         alpha: float,
         every_steps: int,
+        ranks: Ranks | None = None,
     ) -> None:
+        """
+        Args:
+            shared, local, store: where the state is, and where it goes.
+            alpha: noted in the save.
+            every_steps: optimizer steps between two saves.
+            ranks: of a several-rank island; its leader says when all of them save.
+        """
         self._shared = shared
         self._local = local
         self._store = store
         self._alpha = alpha
         self._every_steps = every_steps
+        self._ranks = ranks
 
     def restore(self) -> None:
         """Continue at the newest save that verifies, if there is one (L51).
@@ -35,7 +46,11 @@ class Backup:
         Raises:
             StateMismatch, StateUnreadable: see `StateStore.load`.
         """
-        saved = None if self._store is None else self._store.load()
+        if self._store is None:
+            return
+        saved = (
+            self._store.load() if self._ranks is None else _load_common(self._store, self._ranks)
+        )
         if saved is None:
             return
         with self._shared.gate:
@@ -50,13 +65,20 @@ class Backup:
         if self._store.busy:
             log.info("step %d is not saved: the save before is still being written", self._step)
             return
-        self._start(self._store)
+        self.save(wait=False)
 
     def now(self) -> None:
         """At a stop signal and before finalization: returns when it is on disk (L53)."""
-        if self._store is not None:
-            self._store.wait()
-            self._start(self._store)
+        self.save(wait=True)
+
+    def save(self, wait: bool) -> None:
+        """Take a snapshot and write it; `wait` for the disk."""
+        if self._store is None:
+            return
+        if self._ranks is not None and self._ranks.leading:
+            self._ranks.announce(Operation.SAVE, wait)
+        self._start(self._store)
+        if wait:
             self._store.wait()
 
     def close(self) -> None:
@@ -74,3 +96,24 @@ class Backup:
             step, units, anchors = session.local_step, session.units, session.anchors
         cut = self._local.snapshot(step, units, anchors, self._alpha)
         store.save(cut, lambda path: self._shared.advance(StateSaved(step, path)))
+
+
+def _load_common(store: StateStore, ranks: Ranks) -> Saved | None:
+    """The newest step that verifies on every rank."""
+    steps = ranks.common(store.steps(), KEPT + 1)
+    for step in reversed(steps):
+        mismatch: StateMismatch | None = None
+        saved: Saved | None = None
+        try:
+            saved = store.load_step(step)
+        except StateMismatch as error:
+            mismatch = error
+        # 0 is another learner's state, 1 does not verify, 2 is good; the worst rank counts.
+        worst = ranks.least(0 if mismatch else 1 + (saved is not None))
+        if worst == 0:
+            raise mismatch or StateMismatch("another rank's state is another learner's")
+        if worst == 2:
+            return saved
+    if ranks.least(not store.steps()):
+        return None
+    raise store.unreadable()

@@ -80,8 +80,7 @@ class Ending:
         self._shared.wait_for(lambda: not session.missing(), self._limit_s, self._late_cut)
         with self._shared.gate:
             values = session.cut()
-        for fragment, final in enumerate(values):
-            self._parameters.overwrite(fragment, final)
+        self._parameters.apply_cut(values)
         with self._shared.gate:
             generation = session.applied_cut()
         if generation is not None:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.errors import LayoutError
 from learner.staging import Staging, pageable, pinned
@@ -47,11 +48,15 @@ def normalize_name(name: str) -> str:
     return ".".join([part for part in parents if part not in _ANYWHERE] + [leaf])
 
 
-def find_trainables(model: nn.Module) -> dict[str, nn.Parameter]:
+def find_trainables(model: nn.Module, *, sharded: bool = False) -> dict[str, nn.Parameter]:
     """The synchronised set, normalised name -> parameter, in registration order (L1-L3).
 
     A parameter that shares storage, shape and strides with an earlier one is left out: writing
     the first one updates every alias.
+
+    Args:
+        model: whose parameters.
+        sharded: allow DTensor parameters (FSDP2), which need all ranks of an island.
 
     Raises:
         LayoutError: names the parameter that cannot be synchronised, or the ambiguous name.
@@ -62,7 +67,7 @@ def find_trainables(model: nn.Module) -> dict[str, nn.Parameter]:
         if not parameter.requires_grad:
             continue
         name = normalize_name(raw)
-        _check_supported(raw, parameter)
+        _check_supported(raw, parameter, sharded)
         if parameter.numel() == 0:
             continue
         identity = _storage_identity(parameter)
@@ -78,9 +83,11 @@ def find_trainables(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _check_supported(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "device_mesh"):  # a DTensor, recognised without importing distributed
-        raise LayoutError(f"parameter {name!r} is sharded; sharded trainables cannot be synced")
+def _check_supported(name: str, parameter: nn.Parameter, sharded: bool) -> None:
+    if isinstance(parameter, DTensor) and not sharded:
+        raise LayoutError(
+            f"parameter {name!r} is sharded; give the Learner the process group of all its ranks"
+        )
     if isinstance(parameter, nn.UninitializedParameter):
         raise LayoutError(f"parameter {name!r} is lazy; run one batch before joining")
     if parameter.is_meta:
@@ -94,14 +101,19 @@ def _check_supported(name: str, parameter: nn.Parameter) -> None:
 
 
 def _storage_identity(parameter: nn.Parameter) -> tuple[object, ...]:
-    storage = parameter.untyped_storage().data_ptr()
+    local = local_part(parameter.detach())
     return (
-        parameter.device,
-        storage,
-        parameter.storage_offset(),
+        local.device,
+        local.untyped_storage().data_ptr(),
+        local.storage_offset(),
         tuple(parameter.shape),
         parameter.stride(),
     )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The memory of this rank: the shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,16 @@ class Slot:
         """The tensor's part of a flat fragment, in the parameter's shape."""
         return flat[self.start : self.start + self.numel].view(self.parameter.shape)
 
+    def shard_of(self, flat: Tensor) -> Tensor:
+        """This rank's part of it: all of it, unless the parameter is sharded."""
+        whole = self.of(flat)
+        if not isinstance(self.parameter, DTensor):
+            return whole
+        mesh, places = self.parameter.device_mesh, self.parameter.placements
+        # No communication: every rank holds the whole and keeps its own shard.
+        moved = whole.to(self.parameter.device)
+        return distribute_tensor(moved, mesh, places, src_data_rank=None).to_local()
+
 
 def specs_of(trainables: dict[str, nn.Parameter]) -> tuple[TensorSpec, ...]:
     """Names and full shapes, as the partition wants them."""
@@ -130,6 +152,7 @@ class Parameters:
         layout: whose fragments `fragment` arguments index.
         numels: elements of each fragment.
         staging: host buffers for `snapshot` and `delta`.
+        sharded: some parameter is a DTensor: a read needs all ranks.
     """
 
     def __init__(
@@ -154,6 +177,7 @@ class Parameters:
                 start += spec.numel
             self._slots.append(tuple(slots))
         self.numels = tuple(fragment.numel for fragment in layout.fragments)
+        self.sharded = any(isinstance(value, DTensor) for value in trainables.values())
         self._on_gpu = any(parameter.is_cuda for parameter in trainables.values())
         if allocate is None:
             allocate = pinned if self._on_gpu else pageable
@@ -190,7 +214,7 @@ class Parameters:
         flat = self._room(fragment, out)
         fetched: list[Slot] = []
         for slot in self._slots[fragment]:
-            if slot.parameter.dtype is torch.float32 and not slot.parameter.is_cuda:
+            if _is_plain(slot.parameter):
                 torch.sub(slot.parameter, slot.of(anchor), out=slot.of(flat))
             else:
                 self._fetch(slot, slot.of(flat))
@@ -215,14 +239,27 @@ class Parameters:
         shares = np.float32(alpha), np.float32(1 - alpha)
         with self._staged(values) as staged:
             for slot in self._slots[fragment]:
-                _blend(slot.parameter, slot.of(staged), *shares)
+                _blend(slot.parameter, slot.shard_of(staged), *shares)
 
     @torch.no_grad()
     def overwrite(self, fragment: int, values: Tensor) -> None:
         """θ ← Θ, cast to each parameter's dtype, in place (L31, L4)."""
         with self._staged(values) as staged:
             for slot in self._slots[fragment]:
-                slot.parameter.copy_(slot.of(staged), non_blocking=self._on_gpu)
+                local = local_part(slot.parameter)
+                local.copy_(slot.shard_of(staged), non_blocking=self._on_gpu)
+
+    def apply_cut(self, values: list[Tensor]) -> None:
+        """Overwrite every fragment with the final cut (L31)."""
+        for fragment, final in enumerate(values):
+            self.overwrite(fragment, final)
+
+    @torch.no_grad()
+    def take_part(self, fragment: int) -> None:
+        """Sharded parameters: this rank's share of the leader's `snapshot` or `delta`."""
+        for slot in self._slots[fragment]:
+            if isinstance(slot.parameter, DTensor):
+                slot.parameter.full_tensor()
 
     def warm_up(self) -> None:
         """Load the compiled loop, so that the first broadcast does not wait for it."""
@@ -243,7 +280,11 @@ class Parameters:
 
     def _fetch(self, slot: Slot, part: Tensor) -> None:
         """Copy to the host; on a GPU the cast happens there and the copy runs on (pinned)."""
-        source = slot.parameter.float() if slot.parameter.is_cuda else slot.parameter
+        source: Tensor = slot.parameter
+        if isinstance(source, DTensor):
+            source = source.full_tensor()
+        if source.is_cuda:
+            source = source.float()
         part.copy_(source, non_blocking=part.is_pinned() if self._on_gpu else False)
 
     def _synchronize(self) -> None:
@@ -265,10 +306,22 @@ class Parameters:
             self.staging.give(buffer)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """f32 in this process's host memory."""
+    return (
+        tensor.dtype is torch.float32
+        and tensor.device.type == "cpu"
+        and not isinstance(tensor, DTensor)
+    )
+
+
 def _blend(parameter: nn.Parameter, incoming: Tensor, left: np.float32, right: np.float32) -> None:
-    local = parameter.detach()
-    if local.device.type == "cpu" and local.dtype is torch.float32 and local.is_contiguous():
-        _blend_in_place(local.view(-1).numpy(), incoming.view(-1).numpy(), left, right)
+    local = local_part(parameter.detach())
+    if local.numel() == 0:
+        return  # a shard may be empty
+    if _is_plain(local) and local.is_contiguous():
+        flat = incoming.reshape(-1).numpy()
+        _blend_in_place(local.view(-1).numpy(), flat, left, right)
         increment_version(parameter)
         return
     # Two rounded products and one rounded sum: add_(…, alpha=…) would fuse a product and the sum.

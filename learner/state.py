@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from checkpoint.files import FileSystem, write_new
 from learner.errors import StateMismatch, StateUnreadable
-from learner.parameters import Parameters
+from learner.parameters import Parameters, local_part
 from learner.rng import restore_rng, rng_state
 from learner.session import Anchor
 from learner.trees import load_optimizer, pack, unpack
@@ -149,7 +149,7 @@ class LocalState:
         """Put a saved cut back into the model, the optimizer and the generators."""
         with torch.no_grad():
             for name, value in self._parameters.named():
-                value.copy_(saved.tensors[f"model/{name}"])
+                local_part(value).copy_(saved.tensors[f"model/{name}"])
             for name, buffer in self._buffers().items():
                 if (kept := saved.tensors.get(f"buffer/{name}")) is not None:
                     buffer.copy_(kept)
@@ -206,30 +206,43 @@ class StateStore:
             StateMismatch: it belongs to another learner, model, run or dtype.
             StateUnreadable: there are saves, and none of them verifies.
         """
-        problems: list[str] = []
-        for directory in self._saves():
-            try:
-                saved = _read(directory)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                problems.append(f"{directory.name}: {error}")
-                log.warning("the saved state %s does not verify: %s", directory, error)
-                continue
-            self._check_identity(directory, saved.document)
-            return saved
-        if problems:
-            raise StateUnreadable(
-                f"no save in {self._root} verifies ({'; '.join(problems)}); move the directory "
-                "away to start this learner afresh"
-            )
+        steps = self.steps()
+        for step in reversed(steps):
+            saved = self.load_step(step)
+            if saved is not None:
+                return saved
+        if steps:
+            raise self.unreadable()
         return None
 
-    def _saves(self) -> list[Path]:
-        """Complete directories, newest first."""
+    def load_step(self, step: int) -> Saved | None:
+        """The save of one step, or None when it does not verify, which is logged.
+
+        Raises:
+            StateMismatch: see `load`.
+        """
+        directory = self._root / f"step-{step}"
+        try:
+            saved = _read(directory)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            log.warning("the saved state %s does not verify: %s", directory, error)
+            return None
+        self._check_identity(directory, saved.document)
+        return saved
+
+    def unreadable(self) -> StateUnreadable:
+        """What to raise when no save is of use."""
+        return StateUnreadable(
+            f"no save in {self._root} verifies; move the directory away to start this learner "
+            "afresh"
+        )
+
+    def steps(self) -> list[int]:
+        """Steps of the complete directories, ascending."""
         if not self._root.is_dir():
             return []
-        found = [(_NAME.fullmatch(entry.name), entry) for entry in self._root.iterdir()]
-        steps = [(int(match[1]), entry) for match, entry in found if match is not None]
-        return [entry for _, entry in sorted(steps, reverse=True)]
+        found = (_NAME.fullmatch(entry.name) for entry in self._root.iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
 
     def _check_identity(self, directory: Path, document: Mapping[str, Any]) -> None:
         theirs = Identity(
@@ -280,8 +293,8 @@ class StateStore:
             shutil.rmtree(final)
         self._files.rename(temporary, final)
         self._files.sync_directory(self._root)
-        for old in self._saves()[KEPT:]:
-            shutil.rmtree(old)
+        for old in self.steps()[:-KEPT]:
+            shutil.rmtree(self._root / f"step-{old}")
         return final
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from learner.parameters import local_part
 
 _KIND = "$"
 _PLAIN = (bool, float, str, bytes, type(None))
@@ -18,6 +21,8 @@ _PLAIN = (bool, float, str, bytes, type(None))
 
 def pack(value: object, tensors: dict[str, Tensor], path: str) -> Any:
     """Replace every tensor in `value` by a reference; their values are cloned into `tensors`.
+
+    Of a sharded tensor it is this rank's shard.
 
     Args:
         value: the tree.
@@ -28,7 +33,7 @@ def pack(value: object, tensors: dict[str, Tensor], path: str) -> Any:
         TypeError: a value of another kind, with its path.
     """
     if isinstance(value, Tensor):
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        tensors[path] = local_part(value.detach()).to("cpu", copy=True).contiguous()
         return {_KIND: "tensor", "name": path}
     if isinstance(value, Mapping):
         items = [
@@ -71,9 +76,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     torch casts state to the parameter's dtype while loading; an optimizer that keeps f32 moments
     for bf16 parameters would lose half of their bits.
     """
-    optimizer.load_state_dict(saved)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     order = [index for group in saved["param_groups"] for index in group["params"]]
+    for index, parameter in zip(order, parameters, strict=True):
+        state = saved["state"].get(index, {})
+        state.update({key: _sharded_like(value, parameter) for key, value in state.items()})
+    optimizer.load_state_dict(saved)
     for index, parameter in zip(order, parameters, strict=True):
         for key, value in saved["state"].get(index, {}).items():
             loaded = optimizer.state[parameter].get(key)
@@ -81,3 +89,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
                 continue
             if loaded.dtype is not value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _sharded_like(value: Any, parameter: Tensor) -> Any:
+    """State that was saved as the shard of a sharded parameter, as a DTensor again."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.to_local().shape:
+        return value  # a step counter
+    return DTensor.from_local(
+        value.to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

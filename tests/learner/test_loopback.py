@@ -89,7 +89,7 @@ class Island:
 
     @property
     def pending_pulls(self) -> int:
-        return self.learner._shared.session.pending_pulls
+        return self.learner._core.shared.session.pending_pulls
 
     def numels(self) -> tuple[int, ...]:
         return self.parameters.numels
@@ -509,7 +509,12 @@ def test_request_stop_saves_and_leaves(syncer: ScriptedSyncer, tmp_path: Path) -
         again.step_until(lambda info: info.pushed == (0,))
         push = syncer.expect(PushFragment)
         assert push.base_version == 3
-        assert push.c_steps == resumed.local_step - (sync.local_step - 2)
+        since = next(
+            e.local_step
+            for e in island.events
+            if isinstance(e, BroadcastApplied) and e.fragment == 0
+        )
+        assert push.c_steps == push.local_step - since
         assert bytes(push.tensor) == bytes(encode(again.local(0) - tensors[0], DType.F32))
 
 
