@@ -28,8 +28,9 @@ from syncer.session import SessionFacts
 from syncer.state import Model
 from wire.errors import ErrorCode, ProtocolError
 
-REJOIN_WINDOW = 2.0
-"""Seconds that an attempt waits for learners that only blinked (C22b)."""
+REJOIN_WINDOW = 1.5
+"""Seconds that an attempt waits for learners that only blinked: less than the 2 s of C22b, so that
+the commit, too, is there within 2 s of a learner's death."""
 REFUSED_PAUSE = 0.1
 """Least seconds before a round that could not be merged is tried again (C22c, d)."""
 OVERFLOW_LIMIT = 3
