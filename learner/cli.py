@@ -41,6 +41,9 @@ def main(**values: Any) -> None:
     except LearnerError as error:
         _log.error("%s", error)
         sys.exit(error.exit_code)
+    except OSError as error:  # a full disk, a folder that was taken away
+        _log.error("%s", error)
+        sys.exit(1)
 
 
 class StopSignals:

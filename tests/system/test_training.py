@@ -175,3 +175,11 @@ def test_nobody_listens(training: Training) -> None:
     name = training.start_learner(0, "--connect-timeout-s=0.2")
     training.wait_for_exit(name, code=1)
     assert any(f"127.0.0.1:{training.port}" in message for message in training.said(name))
+
+
+def test_a_signal_ends_the_wait_for_the_syncer(training: Training) -> None:
+    """L54: also out of the first connection's wait."""
+    name = training.start_learner(0)
+    training.wait_for_line(name, "waiting for the syncer")
+    training.signal(name, signal.SIGINT)
+    training.wait_for_exit(name, code=1)
