@@ -141,7 +141,7 @@ def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     """Whether every value, as integer bits without the sign, is below `limit`."""
     mask = _MAGNITUDE[bits.itemsize]
     if len(bits) <= BLOCK:
-        return bool((bits & mask).max() < limit)
+        return bool((bits & mask).max(initial=0) < limit)
     blocks = (bits[at : at + BLOCK] for at in range(0, len(bits), BLOCK))
     return all(bool((block & mask).max() < limit) for block in blocks)
 
