@@ -1,5 +1,10 @@
 """How loops over tensor values are compiled (numba).
 
+Why compiled: a merge reads its payloads from memory once or twice, and plain torch or numpy
+operations pass over every block several times more. Per value and core of one test machine: bf16 to
+f32 0.08 ns compiled and 0.21 as a torch copy, the f64 sum of squares of bf16 0.17 and 0.40, one
+multiply and subtract 0.12 and 0.34, q4 decoding 0.35 and 0.65 with numpy's fastest look-up.
+
 Without fastmath numba keeps every f32 operation single-rounded and in the order written, and never
 contracts a product and a sum into a fused multiply-add (N1). Compiled loops release the GIL.
 """
