@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from checkpoint.snapshot import Snapshot
 from syncer import ending
 from syncer.budget import Budget
 from syncer.commands import (
@@ -50,9 +49,8 @@ from syncer.membership import Group, Membership
 from syncer.records import event_record
 from syncer.saving import Saver
 from syncer.scheduler import Scheduler
-from syncer.session import SessionFacts, check_configuration, check_resumed, check_session
+from syncer.session import ResumeSource, SessionFacts, admit
 from syncer.startup import Startup
-from syncer.state import ResumeSource
 from wire.errors import ErrorCode, ProtocolError
 
 _MEASURING = frozenset({Phase.INIT, Phase.RUN, Phase.DRAIN})
@@ -249,7 +247,12 @@ class Coordinator:
         hello, ctx = event.hello, self._ctx
         member = Member(hello.learner_id, hello.generation)
         try:
-            snapshot = self._admit(event, member)
+            snapshot = admit(hello, self._config, ctx.session, self._resumed, fresh=self._fresh)
+            if ctx.members.holds(member):
+                raise ProtocolError(  # step 14 of W12
+                    ErrorCode.DUPLICATE_GENERATION,
+                    f"learner {member.learner_id} is already connected with this generation",
+                )
         except ProtocolError as error:
             ctx.emit(RefuseHello(event.token, error))
             ctx.log("warning", f"refused learner {member.learner_id}: {error.text}")
@@ -273,24 +276,6 @@ class Coordinator:
         if was_published and ctx.phase in _MEASURING:
             self._catch_up(member)
         return True
-
-    def _admit(self, event: HelloReceived, member: Member) -> Snapshot | None:
-        """W12 steps 10 to 14; the snapshot is what a resumed run would install."""
-        hello, session = event.hello, self._ctx.session
-        check_configuration(hello, self._config)
-        snapshot = None
-        if self._resumed is not None:
-            snapshot = self._resumed.snapshot_for(hello)
-        elif not self._fresh and session is not None:
-            check_resumed(hello, session)
-        if session is not None:
-            check_session(hello, session)
-        if self._ctx.members.holds(member):
-            raise ProtocolError(
-                ErrorCode.DUPLICATE_GENERATION,
-                f"learner {member.learner_id} is already connected with this generation",
-            )
-        return snapshot
 
     def _catch_up(self, member: Member) -> None:
         """Every fragment at its current version at once, while there are steps to do (C37)."""

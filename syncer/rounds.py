@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from checkpoint.snapshot import FragmentState
+from syncer.config import CoordinatorConfig
 from syncer.events import Member
-from syncer.merge.plan import MergeResult, Response
+from syncer.merge.plan import MergeJob, MergeResult, MergeSettings, Response
+from syncer.session import SessionFacts
 from wire.messages import Buffer
 
 
@@ -139,3 +142,26 @@ class Round:
             return False
         early = self.retry_members is not None and current >= self.retry_members
         return early or now >= self.retry_at
+
+
+def merge_job(
+    config: CoordinatorConfig,
+    session: SessionFacts,
+    round_: Round,
+    attempt: Attempt,
+    state: FragmentState,
+) -> MergeJob:
+    """Everything the merge of a gathered round needs; it owns its buffers (C30)."""
+    return MergeJob(
+        fragment=session.layout.fragments[round_.fragment],
+        dtype=session.dtype,
+        responses=attempt.responses(),
+        params=state.params,
+        momentum=state.momentum,
+        settings=MergeSettings(
+            lr=config.outer_lr_of(round_.fragment),
+            momentum=config.outer_momentum,
+            heloco=config.heloco,
+            equal_weights=config.equal_weights,
+        ),
+    )

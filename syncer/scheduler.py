@@ -18,11 +18,10 @@ from syncer.commands import (
 )
 from syncer.context import Context, Phase
 from syncer.events import Member, MergeDone, MergeRefused, PushReceived
-from syncer.merge.plan import MergeJob, MergeSettings
 from syncer.merge.weights import learner_weight
 from syncer.pacing import Ema, grace_seconds, launch_interval
 from syncer.records import commit_record, discard_record
-from syncer.rounds import Answer, Attempt, Round, Status
+from syncer.rounds import Answer, Attempt, Round, Status, merge_job
 from syncer.saving import SaveJob, Saver
 from syncer.session import SessionFacts
 from syncer.state import Model
@@ -270,19 +269,7 @@ class Scheduler:
             self._attempt_failed(round_, "zero_weight", now)
             return
         state = self._model.fragments[round_.fragment]
-        job = MergeJob(
-            fragment=self._session.layout.fragments[round_.fragment],
-            dtype=self._session.dtype,
-            responses=attempt.responses(),
-            params=state.params,
-            momentum=state.momentum,
-            settings=MergeSettings(
-                lr=self._config.outer_lr_of(round_.fragment),
-                momentum=self._config.outer_momentum,
-                heloco=self._config.heloco,
-                equal_weights=equal,
-            ),
-        )
+        job = merge_job(self._config, self._session, round_, attempt, state)
         attempt.release_payloads()
 
         def answered(event: MergeDone | MergeRefused, at: float) -> None:

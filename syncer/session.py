@@ -1,10 +1,13 @@
-"""What all HELLOs of a run must agree on: W12 steps 10, 11 and 13, W18."""
+"""What all HELLOs of a run must agree on: W12 steps 10 to 13, W18."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
+from checkpoint.snapshot import Snapshot
 from syncer.config import CoordinatorConfig
 from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
@@ -31,6 +34,56 @@ class SessionFacts:
     def numels(self) -> list[int]:
         """Elements per fragment."""
         return [fragment.numel for fragment in self.layout.fragments]
+
+
+class ResumeSource(Protocol):
+    """A checkpoint that passed K16 and waits for the HELLO that fixes the session (K17)."""
+
+    @property
+    def global_step(self) -> int:
+        """Step of the file."""
+        ...
+
+    @property
+    def ledger_ids(self) -> Collection[int]:
+        """Learner ids that the file's ledger names."""
+        ...
+
+    def snapshot_for(self, hello: Hello) -> Snapshot:
+        """The state to install; raises ProtocolError `checkpoint-mismatch` (K18)."""
+        ...
+
+
+def admit(
+    hello: Hello,
+    config: CoordinatorConfig,
+    session: SessionFacts | None,
+    resumed: ResumeSource | None,
+    *,
+    fresh: bool,
+) -> Snapshot | None:
+    """Apply W12 steps 10 to 13, in their order.
+
+    Args:
+        session: the fixed session, None before the first accepted HELLO.
+        resumed: the checkpoint, None in a fresh run and once the barrier has fallen.
+        fresh: whether the run began without a checkpoint.
+
+    Returns:
+        What a resumed run installs when this HELLO fixes the session.
+
+    Raises:
+        ProtocolError: with the code of the first failing step.
+    """
+    check_configuration(hello, config)
+    snapshot = None
+    if resumed is not None:
+        snapshot = resumed.snapshot_for(hello)
+    elif session is not None and not fresh:
+        check_resumed(hello, session)
+    if session is not None:
+        check_session(hello, session)
+    return snapshot
 
 
 def check_configuration(hello: Hello, config: CoordinatorConfig) -> None:

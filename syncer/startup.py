@@ -12,7 +12,8 @@ from syncer.context import Context, Phase
 from syncer.events import InitDecoded, InitReceived, Member, TaskDone
 from syncer.membership import Group
 from syncer.saving import SaveJob, Saver
-from syncer.state import Model, ResumeSource
+from syncer.session import ResumeSource
+from syncer.state import Model
 from wire.messages import Buffer
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,27 +10,8 @@ from torch import Tensor
 from checkpoint.snapshot import FragmentState, LedgerEntry, Snapshot
 from syncer.merge.plan import MergeResult
 from syncer.session import SessionFacts
-from wire.messages import Hello
 
 U64_MAX = 2**64 - 1
-
-
-class ResumeSource(Protocol):
-    """A checkpoint that passed K16 and waits for the HELLO that fixes the session (K17)."""
-
-    @property
-    def global_step(self) -> int:
-        """Step of the file."""
-        ...
-
-    @property
-    def ledger_ids(self) -> Collection[int]:
-        """Learner ids that the file's ledger names."""
-        ...
-
-    def snapshot_for(self, hello: Hello) -> Snapshot:
-        """The state to install; raises ProtocolError `checkpoint-mismatch` (K18)."""
-        ...
 
 
 class Model:

@@ -16,7 +16,7 @@ from syncer import events as e
 from syncer.config import CoordinatorConfig
 from syncer.coordinator import Coordinator
 from syncer.events import Member
-from syncer.state import ResumeSource
+from syncer.session import ResumeSource
 from tests.syncer.core.harness import PROFILE, fake_merge, hello, vector
 from wire.messages import PushFragment
 
