@@ -29,8 +29,8 @@ from syncer.merge.engine import merge_round
 from syncer.merge.plan import MergeResult, NonFiniteMerge
 from syncer.recorder import Recorder
 from syncer.services import Services
+from syncer.warmup import warm_up
 from syncer.workers import Workers, call_in, submit
-from wire import cli_support as cs
 from wire.dtypes import DType
 from wire.errors import ProtocolError
 from wire.messages import Buffer, Hello, PullRequest
@@ -202,13 +202,15 @@ class Actor:
         newcomer, hello = self._newcomers.pop(command.token)
         member = command.member
         link = Link(member, self._left, self.post, self.log)
+        if self._session is None:
+            self._warm_up(hello)
         self._session = hello
         self.links[member] = link
         link.open(newcomer.adopt(hello, link))
         self.log.log(
-            logging.INFO,
-            "learner_joined",
-            f"learner {member.learner_id} joined from {newcomer.peer}, {hello.dtype.label}, "
+            logging.DEBUG,
+            "connected",
+            f"learner {member.learner_id} speaks {hello.dtype.label} from {newcomer.peer}, "
             f"{len(hello.layout)} fragments, {hello.num_streams} data sockets",
             learner=member.learner_id,
             generation=member.generation,
@@ -216,21 +218,19 @@ class Actor:
         )
 
     def _refuse_hello(self, command: c.RefuseHello) -> None:
-        newcomer, hello = self._newcomers.pop(command.token)
-        self.refuse(newcomer, command.error, hello.learner_id)
+        newcomer, _ = self._newcomers.pop(command.token)
+        newcomer.refuse(command.error)
 
     def _left(self, member: e.Member) -> None:
         del self.links[member]
         self.post(e.GroupClosed(member))
 
-    def refuse(self, newcomer: Newcomer, error: ProtocolError, learner_id: int | None) -> None:
-        """Answer a HELLO with ERROR; only its socket is closed (W13)."""
-        who = "a client" if learner_id is None else f"learner {learner_id}"
+    def refuse(self, newcomer: Newcomer, error: ProtocolError) -> None:
+        """Answer a HELLO that failed before the core saw it; only its socket is closed (W13)."""
         self.log.log(
             logging.WARNING,
             "hello_refused",
-            f"refused {who} from {newcomer.peer}: {error.text}",
-            learner=learner_id,
+            f"refused a client from {newcomer.peer}: {error.text}",
             peer=newcomer.peer,
             code=str(error.code),
         )
@@ -313,6 +313,11 @@ class Actor:
             lambda params: e.InitDecoded(command.ticket, params),
             lambda error: e.Failure(f"the initial parameters can't be decoded: {error}"),
         )
+
+    def _warm_up(self, hello: Hello) -> None:
+        """While the quorum gathers: so the first round need not wait for compiled code."""
+        modes = frozenset(fragment.mode for fragment in hello.layout.fragments)
+        self._workers.merge.submit(warm_up, hello.dtype, modes, self._services.heloco)
 
     def _start_merge(self, command: c.StartMerge) -> None:
         def job() -> tuple[MergeResult, float]:
@@ -399,7 +404,7 @@ class Actor:
             self.progress.committed(command.record)
 
     def _write_log(self, command: c.Log) -> None:
-        cs.log_event(LOGGER, LEVELS[command.level], "coordinator", command.text)
+        self.log.text(LEVELS[command.level], command.text)
 
     def _finish(self, command: c.Finish) -> None:
         if not self.finished.done():

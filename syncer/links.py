@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from wire.group import Group
 
 
+UNREMARKABLE = frozenset({"closed", "finished", "the peer closed the connection"})
+"""Ends that the core's own line about the learner says enough of."""
+
+
 class Link:
     """The sink of one group and the sender of everything that goes to it.
 
@@ -96,11 +100,13 @@ class Link:
 
     def on_closed(self, group: Group, reason: str) -> None:
         """The group is gone; its messages were all delivered before (W39)."""
-        level = logging.INFO if group.fault is None else logging.WARNING
+        level = logging.DEBUG if reason in UNREMARKABLE else logging.INFO
+        if group.fault is not None:
+            level = logging.WARNING
         self._log.log(
             level,
-            "learner_left",
-            f"learner {self.member.learner_id} left: {reason}",
+            "connection_ended",
+            f"the connection of learner {self.member.learner_id} ended: {reason}",
             learner=self.member.learner_id,
             generation=self.member.generation,
             reason=reason,

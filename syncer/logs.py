@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +19,12 @@ LEVELS = {
 }
 
 
+_NUMBER = re.compile(r"\b(0x)?[0-9a-f]*[0-9][0-9a-f]*\b")
+_MAX_KINDS = 256
+
+
 class RateLimited:
-    """Logs at most `burst` lines per `period` seconds and event; then says how many it left out.
+    """Logs at most `burst` lines per `period` seconds and kind; then says how many it left out.
 
     Whoever may connect could otherwise fill the disk with log lines.
     """
@@ -37,10 +42,17 @@ class RateLimited:
 
     def log(self, level: int, event: str, message: str, **fields: Any) -> None:
         """One line of the kind `event`; kinds are ours and few, never a client's text."""
-        if not LOGGER.isEnabledFor(level):
-            return
+        if LOGGER.isEnabledFor(level) and self._may(level, event):
+            cs.log_event(LOGGER, level, event, message, **fields)
+
+    def text(self, level: int, message: str) -> None:
+        """One line of the coordinator's; lines that differ in their numbers are one kind."""
+        if LOGGER.isEnabledFor(level) and self._may(level, _NUMBER.sub("#", message)[:80]):
+            cs.log_event(LOGGER, level, "coordinator", message)
+
+    def _may(self, level: int, kind: str) -> bool:
         now = self._clock()
-        start, count = self._windows.get(event, (now, 0))
+        start, count = self._windows.get(kind, (now, 0))
         if now - start >= self._period:
             left_out = count - self._burst
             if left_out > 0:
@@ -48,14 +60,15 @@ class RateLimited:
                     LOGGER,
                     level,
                     "left_out",
-                    f"{left_out} more lines like this were left out: {event}",
+                    f"{left_out} more lines like this were left out: {kind}",
                     count=left_out,
-                    kind=event,
+                    kind=kind,
                 )
             start, count = now, 0
-        self._windows[event] = (start, count + 1)
-        if count < self._burst:
-            cs.log_event(LOGGER, level, event, message, **fields)
+        if kind not in self._windows and len(self._windows) >= _MAX_KINDS:
+            self._windows.clear()
+        self._windows[kind] = (start, count + 1)
+        return count < self._burst
 
 
 class Progress:

@@ -77,6 +77,7 @@ async def serve(launched: Launched) -> int:
         drain_svd=launched.drain_svd,
         write_final_state=launched.write_final_state,
         tape=launched.tape,
+        heloco=options.delta_correction == "heloco",
     )
     core = Coordinator(coordinator_config(options), launched.resumed)
     actor = Actor(core, services, workers, loop)
@@ -262,10 +263,10 @@ class Door:
         if error is None:
             self._actor.hello(newcomer, future.result())
         elif isinstance(error, ProtocolError):
-            self._actor.refuse(newcomer, error, None)
+            self._actor.refuse(newcomer, error)
         elif isinstance(error, MemoryError):
             refusal = ProtocolError(ErrorCode.OUT_OF_MEMORY, "no memory to read this HELLO")
-            self._actor.refuse(newcomer, refusal, None)
+            self._actor.refuse(newcomer, refusal)
         else:
             raise error
 

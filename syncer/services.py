@@ -41,6 +41,7 @@ class Services:
         drain_svd: waits for the pool, None without one (N33).
         write_final_state: writes `--final-state`, None when it is off.
         tape: the event tape, None when it is off.
+        heloco: whether merges will correct gradients.
     """
 
     store: Store
@@ -48,3 +49,4 @@ class Services:
     drain_svd: Callable[[], None] | None
     write_final_state: Callable[[Snapshot], None] | None
     tape: TapeWriter | None
+    heloco: bool = True

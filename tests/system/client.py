@@ -45,8 +45,8 @@ from wire.messages import (
 
 M = TypeVar("M", bound=Message)
 
-WAIT = 10.0
-"""Seconds a test waits for anything before it fails."""
+WAIT = 30.0
+"""Seconds a test waits for anything before it fails; long, for machines that are busy."""
 _generations = itertools.count(int.from_bytes(os.urandom(6), "little") + 1)
 
 

@@ -37,6 +37,15 @@ def test_a_flood_of_one_kind_is_cut_and_counted(caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_lines_that_differ_in_numbers_are_one_kind(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = RateLimited(burst=3, period=10, clock=Clock())
+    for number in range(50):
+        log.text(logging.INFO, f"learner {number} joined, {number % 3} connected")
+        log.text(logging.INFO, f"refused: fingerprint {number:016x} is not ab12cd")
+    assert len(caplog.records) == 6
+
+
 def commit(step: int) -> dict[str, object]:
     return {
         "step": step,
