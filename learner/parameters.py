@@ -7,7 +7,7 @@ row-major order whatever its strides, one after the other in layout order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.errors import LayoutError
-from learner.staging import Staging, pageable, pinned
+from learner.staging import CPU, CUDA, Host, Staging
 from wire.compiled import compiled
 from wire.layout import NamedLayout, TensorSpec
 
@@ -159,13 +159,13 @@ class Parameters:
         self,
         trainables: dict[str, nn.Parameter],
         layout: NamedLayout,
-        allocate: Callable[[int], Tensor] | None = None,
+        host: Host | None = None,
     ) -> None:
         """
         Args:
             trainables: of `find_trainables`.
             layout: names every trainable once.
-            allocate: makes the staging buffers; pinned ones for a GPU by default.
+            host: how copies work; by default what suits the parameters' device.
         """
         self.layout = layout
         self._slots: list[tuple[Slot, ...]] = []
@@ -178,10 +178,10 @@ class Parameters:
             self._slots.append(tuple(slots))
         self.numels = tuple(fragment.numel for fragment in layout.fragments)
         self.sharded = any(isinstance(value, DTensor) for value in trainables.values())
-        self._on_gpu = any(parameter.is_cuda for parameter in trainables.values())
-        if allocate is None:
-            allocate = pinned if self._on_gpu else pageable
-        self.staging = Staging(max(self.numels), allocate)
+        if host is None:
+            host = CUDA if any(value.is_cuda for value in trainables.values()) else CPU
+        self._host = host
+        self.staging = Staging(max(self.numels), host.allocate)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -205,7 +205,7 @@ class Parameters:
         flat = self._room(fragment, out)
         for slot in self._slots[fragment]:
             self._fetch(slot, slot.of(flat))
-        self._synchronize()
+        self._host.synchronize()
         return flat
 
     @torch.no_grad()
@@ -219,7 +219,7 @@ class Parameters:
             else:
                 self._fetch(slot, slot.of(flat))
                 fetched.append(slot)
-        self._synchronize()
+        self._host.synchronize()
         for slot in fetched:
             slot.of(flat).sub_(slot.of(anchor))
         return flat
@@ -247,7 +247,7 @@ class Parameters:
         with self._staged(values) as staged:
             for slot in self._slots[fragment]:
                 local = local_part(slot.parameter)
-                local.copy_(slot.shard_of(staged), non_blocking=self._on_gpu)
+                local.copy_(slot.shard_of(staged), non_blocking=self._host.staged)
 
     def apply_cut(self, values: list[Tensor]) -> None:
         """Overwrite every fragment with the final cut (L31)."""
@@ -285,23 +285,19 @@ class Parameters:
             source = source.full_tensor()
         if source.is_cuda:
             source = source.float()
-        part.copy_(source, non_blocking=part.is_pinned() if self._on_gpu else False)
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        part.copy_(source, non_blocking=self._host.staged)
 
     @contextmanager
     def _staged(self, values: Tensor) -> Iterator[Tensor]:
         """The values where the parameters can be written from: pinned, for a GPU."""
-        if not self._on_gpu:
+        if not self._host.staged:
             yield values
             return
         buffer = self.staging.take()
         try:
             staged = buffer[: values.numel()].copy_(values)
             yield staged
-            self._synchronize()
+            self._host.synchronize()
         finally:
             self.staging.give(buffer)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,27 @@ def pageable(numel: int) -> Tensor:
 def pinned(numel: int) -> Tensor:
     """Page-locked host memory for `numel` f32 values; needs CUDA."""
     return torch.empty(numel, dtype=torch.float32, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """How the host side of copies works for one kind of device.
+
+    Attributes:
+        allocate: makes a staging buffer of so many f32 values.
+        synchronize: returns when the copies that were begun are done.
+        staged: values pass through a staging buffer on their way to the parameters too.
+    """
+
+    allocate: Callable[[int], Tensor]
+    synchronize: Callable[[], None]
+    staged: bool
+
+
+CPU = Host(pageable, lambda: None, staged=False)
+"""Parameters in host memory: copies are done when they return."""
+CUDA = Host(pinned, torch.cuda.synchronize, staged=True)
+"""Parameters on GPUs: asynchronous copies from and to pinned memory."""
 
 
 class Staging:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from learner.errors import LayoutError
 from learner.parameters import Parameters, find_trainables, normalize_name, specs_of
 from learner.partition import partition
+from learner.staging import Host, Staging
 
 
 def mapped(model: nn.Module, parts: int = 1) -> Parameters:
@@ -231,3 +232,44 @@ def test_optimizer_state_survives_a_blend() -> None:
     )
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
+
+
+def test_the_path_of_a_gpu_goes_through_its_staging_buffers() -> None:
+    """The code of CUDA parameters, with an ordinary buffer and a counted synchronisation."""
+    made: list[int] = []
+    waits: list[None] = []
+
+    def allocate(numel: int) -> Tensor:
+        made.append(numel)
+        return torch.full((numel,), float("nan"))
+
+    host = Host(allocate, lambda: waits.append(None), staged=True)
+    trainables = find_trainables(strided_model())
+    layout = partition(specs_of(trainables), 2)
+    staged = Parameters(trainables, layout, host)
+    plain = Parameters(find_trainables(strided_model()), layout)
+    for fragment, numel in enumerate(staged.numels):
+        incoming = torch.randn(numel)
+        for parameters in (staged, plain):
+            parameters.blend(fragment, incoming, 0.3)
+        buffer = staged.staging.take()
+        assert torch.equal(
+            staged.delta(fragment, incoming, buffer), plain.delta(fragment, incoming)
+        )
+        staged.staging.give(buffer)
+        staged.overwrite(fragment, incoming)
+        plain.overwrite(fragment, incoming)
+        assert torch.equal(staged.snapshot(fragment), plain.snapshot(fragment))
+    # One buffer served it all; every copy was waited for before its buffer went back.
+    assert made == [max(staged.numels)]
+    assert len(waits) == 4 * len(staged.numels)
+
+
+def test_staging_keeps_two_buffers() -> None:
+    staging = Staging(8)
+    buffers = [staging.take() for _ in range(4)]
+    assert len({buffer.data_ptr() for buffer in buffers}) == 4
+    for buffer in buffers:
+        staging.give(buffer)
+    again = [staging.take() for _ in range(2)]
+    assert {b.data_ptr() for b in again} <= {b.data_ptr() for b in buffers}
