@@ -20,8 +20,8 @@ from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Buffer
 
-BLOCK = 64 * 1024
-"""Values handled at a time: 256 KiB of f32."""
+SMALL = 4096
+"""Values up to which a finite scan is not worth a compiled loop."""
 
 _MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 """All bits but the sign, by size of the element."""
@@ -140,10 +140,18 @@ def representable(values: Tensor, dtype: DType) -> bool:
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     """Whether every value, as integer bits without the sign, is below `limit`."""
     mask = _MAGNITUDE[bits.itemsize]
-    if len(bits) <= BLOCK:
+    if len(bits) <= SMALL:
         return bool((bits & mask).max(initial=0) < limit)
-    blocks = (bits[at : at + BLOCK] for at in range(0, len(bits), BLOCK))
-    return all(bool((block & mask).max() < limit) for block in blocks)
+    return bool(_largest(bits, mask) < limit)
+
+
+@compiled
+def _largest(bits: NDArray[Any], mask: Any) -> Any:
+    """The largest value under the mask: one pass over memory, without a temporary."""
+    largest = bits[0] & mask
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & mask)
+    return largest
 
 
 @compiled
