@@ -1,0 +1,1 @@
+"""The benchmark of equal budgets: cutoff, consolidation, proof, and a synchronous baseline."""
