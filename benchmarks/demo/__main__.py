@@ -35,6 +35,7 @@ LEAST_ROUNDS = 12
 OWN_MARK = ".made-by-yeto-demo"
 TICK_S = 0.2
 SYNCER_START_S = 60.0
+GIVE_UP_AFTER_S = 120.0
 MUST_FALL_BY = 0.25
 PROMPT = b"def "
 
@@ -127,21 +128,24 @@ def train(run: RunRecord, folder: Path, sizes: Sizes, started: float) -> None:
             programs.start(ALONE, "yeto-learner", *flags)
         waiting, stopping = {"syncer", *run.learners}, False
         while waiting or not alone_is_done(run):
-            line = programs.next_line(TICK_S)
-            if line is not None:
+            # Before their lines are read, so that the last ones are not left behind.
+            ended = {name for name in waiting if ended_well(programs, name)}
+            if run.alone is not None:
+                ended_well(programs, ALONE)
+            for line in programs.lines(TICK_S):
                 run.add_line(line)
                 screen.line(line)
             for commit in new_commits(folder / TAPE, len(run.rounds)):
                 run.rounds.append(commit)
                 screen.commit(commit)
-            screen.refresh(time.time())
-            if not stopping and is_over(run, sizes, time.time() - started):
+            took = time.time() - started
+            screen.refresh(took)
+            if not stopping and is_over(run, sizes, took):
                 programs.signal("syncer", signal.SIGINT)
                 stopping = True
-            if line is None:
-                waiting = {name for name in waiting if not ended_well(programs, name)}
-                if run.alone is not None:
-                    ended_well(programs, ALONE)
+            if took > sizes.seconds + GIVE_UP_AFTER_S:
+                raise DemoFailed(f"not at the end after {took:.0f} s, {len(run.rounds)} rounds")
+            waiting -= ended
 
 
 def is_over(run: RunRecord, sizes: Sizes, took: float) -> bool:
@@ -202,9 +206,8 @@ def start_syncer(programs: Programs, folder: Path, sizes: Sizes) -> int:
     )
     deadline = time.monotonic() + SYNCER_START_S
     while not ready.exists():
-        line = programs.next_line(TICK_S)
-        ended_well(programs, "syncer")
-        if line is None and time.monotonic() > deadline:
+        list(programs.lines(TICK_S))  # nothing in them belongs to the story yet
+        if ended_well(programs, "syncer") or time.monotonic() > deadline:
             raise DemoFailed(f"the syncer was not ready within {SYNCER_START_S:.0f} s")
     return int(json.loads(ready.read_text())["port"])
 

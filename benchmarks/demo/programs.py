@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -87,12 +88,14 @@ class Programs:
                 log.write(text)
                 self._lines.put(_parsed(name, text))
 
-    def next_line(self, timeout: float) -> Line | None:
-        """The next line of any program; None when `timeout` seconds brought none."""
+    def lines(self, wait: float) -> Iterator[Line]:
+        """All lines that have come; for the first one it waits up to `wait` seconds."""
         try:
-            return self._lines.get(timeout=timeout)
+            yield self._lines.get(timeout=wait)
+            while True:
+                yield self._lines.get_nowait()
         except queue.Empty:
-            return None
+            return
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a program that was started."""

@@ -16,13 +16,13 @@ _SHOWN_ELSEWHERE = {"progress", "round", "evaluation"}
 
 
 class Screen:
-    """Shows a run as it goes; `now` arguments are Unix seconds."""
+    """Shows a run as it goes; `started` is in Unix seconds, `took` in seconds since then."""
 
     def __init__(self, run: RunRecord, started: float) -> None:
         self.console = Console(highlight=False)
         self._run = run
         self._started = started
-        self._live = Live(console=self.console, transient=True, refresh_per_second=4)
+        self._live = Live(console=self.console, transient=True, auto_refresh=False)
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal:
@@ -62,17 +62,17 @@ class Screen:
             f"staleness {stale}, {record.ms} ms",
         )
 
-    def refresh(self, now: float) -> None:
+    def refresh(self, took: float) -> None:
         """Draws the live table again; does nothing without a terminal."""
         if self.console.is_terminal:
-            self._live.update(self._table(now))
+            self._live.update(self._table(took), refresh=True)
 
     def _print(self, ts: float, text: str) -> None:
         self.console.print(f"{ts - self._started:6.1f} s  {text}", markup=False, soft_wrap=True)
 
-    def _table(self, now: float) -> Table:
+    def _table(self, took: float) -> Table:
         run = self._run
-        title = f"{now - self._started:.0f} s   {len(run.rounds)} rounds"
+        title = f"{took:.0f} s   {len(run.rounds)} rounds"
         if run.rounds:
             last = run.rounds[-1]
             title += f"   {len(last.responded)} of {len(last.expected)} answered the last"

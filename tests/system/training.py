@@ -86,9 +86,7 @@ class Training:
         """Returns when `condition` holds; it is looked at after every line and every tick."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            line = self._programs.next_line(TICK_S)
-            if line is not None:
-                self.lines.append(line)
+            self.lines.extend(self._programs.lines(TICK_S))
             assert time.monotonic() < deadline, f"waited too long for {what}\n{self._story()}"
 
     def said(self, name: str) -> list[str]:
