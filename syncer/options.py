@@ -10,6 +10,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -76,6 +77,11 @@ class SyncerOptions:
     heartbeat_timeout_s: float
     stall_timeout_s: float
     max_connections: int
+    auth_key_file: tuple[str, ...]
+    tls_cert: str | None
+    tls_key: str | None
+    tls_client_ca: str | None
+    insecure: bool
     config: str | None
     log_level: str
     log_format: str
@@ -214,6 +220,17 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _option("--heartbeat-timeout-s", cs.seconds(), 60.0, "Silence of a learner that sent one."),
     _option("--stall-timeout-s", cs.seconds(), 60.0, "Longest time without progress of output."),
     _option("--max-connections", cs.Whole(1, cs.I64_MAX), 4096, "Sockets at once."),
+    click.option(
+        "--auth-key-file",
+        type=_PATH,
+        multiple=True,
+        metavar="FILE",
+        help="Only learners with this key may join; may be repeated.  [env: YETO_AUTH_KEY_FILE]",
+    ),
+    _option("--tls-cert", _PATH, None, "Certificate of this syncer, PEM: speak TLS only."),
+    _option("--tls-key", _PATH, None, "Private key of --tls-cert, PEM."),
+    _option("--tls-client-ca", _PATH, None, "Learners must show a certificate of this CA, PEM."),
+    _flag("--insecure", "Listen on other addresses than loopback without key and client CA."),
 )
 
 
@@ -300,19 +317,26 @@ def _check_budget(options: SyncerOptions, given: Callable[[str], bool]) -> None:
 def _check_paths(options: SyncerOptions) -> None:
     """No two files of this run may have one name (checkpoint.md, first lines)."""
     taken: dict[str, str] = {}
+    inputs = (
+        *(("--auth-key-file", path) for path in options.auth_key_file),
+        ("--tls-cert", options.tls_cert),
+        ("--tls-key", options.tls_key),
+        ("--tls-client-ca", options.tls_client_ca),
+    )
     for flag, path in (
         ("--checkpoint-path", options.checkpoint_path),
         ("--final-state", options.final_state),
         ("--event-tape", options.event_tape),
         ("--ready-file", options.ready_file),
         ("--iso-worker-python", options.iso_worker_python),
+        *inputs,
     ):
         if path is not None and not path:
             raise _bad(flag, path, "a file name")
         if path is not None and "\0" in path:
             raise _bad(flag, path, "a file name without NUL")
     for suffix in CHECKPOINT_SUFFIXES:
-        for name in _canonical(options.checkpoint_path + suffix):
+        for name in _canonical(str(Path(options.checkpoint_path)) + suffix):
             taken[name] = f"--checkpoint-path ({options.checkpoint_path}{suffix})"
     for flag, path, suffixes in (
         ("--final-state", options.final_state, ("", ".tmp")),
@@ -320,15 +344,23 @@ def _check_paths(options: SyncerOptions) -> None:
         ("--ready-file", options.ready_file, ("", ".tmp")),
         ("--config", options.config, ("",)),
     ):
-        if path is None:
-            continue
-        names = {name for suffix in suffixes for name in _canonical(path + suffix)}
-        clash = next((name for name in names if name in taken), None)
-        if clash is not None:
-            raise click.UsageError(
-                f"{flag} {path!r} collides with {taken[clash]}: give it another name"
-            )
-        taken.update(dict.fromkeys(names, flag))
+        if path is not None:
+            taken.update(dict.fromkeys(_free_names(flag, path, suffixes, taken), flag))
+    for flag, path in inputs:  # they are only read: one file may serve several of them
+        if path is not None:
+            _free_names(flag, path, ("",), taken)
+
+
+def _free_names(
+    flag: str, path: str, suffixes: tuple[str, ...], taken: Mapping[str, str]
+) -> set[str]:
+    names = {name for suffix in suffixes for name in _canonical(path + suffix)}
+    clash = next((name for name in names if name in taken), None)
+    if clash is not None:
+        raise click.UsageError(
+            f"{flag} {path!r} collides with {taken[clash]}: give it another name"
+        )
+    return names
 
 
 def _canonical(path: str) -> set[str]:
