@@ -88,14 +88,19 @@ class Programs:
                 log.write(text)
                 self._lines.put(_parsed(name, text))
 
+    def next_line(self, timeout: float) -> Line | None:
+        """The next line of any program; None when `timeout` seconds brought none."""
+        try:
+            return self._lines.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
     def lines(self, wait: float) -> Iterator[Line]:
         """All lines that have come; for the first one it waits up to `wait` seconds."""
-        try:
-            yield self._lines.get(timeout=wait)
-            while True:
-                yield self._lines.get_nowait()
-        except queue.Empty:
-            return
+        line = self.next_line(wait)
+        while line is not None:
+            yield line
+            line = self.next_line(0)
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a program that was started."""
