@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := wire merge checkpoint rounds
+BENCHMARKS := wire merge checkpoint rounds budget
+FUZZ_SECONDS ?= 60
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +30,9 @@ lint: $(VENV)/.dev ## ruff and mypy
 bench: $(VENV)/.plots ## the benchmarks, each with small sizes
 	@set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick; done
 
+fuzz: $(VENV)/.fuzz ## the fuzz targets, FUZZ_SECONDS (60) each
+	$(BIN)/python -m fuzz.run --seconds $(FUZZ_SECONDS)
+
 clean: ## remove what the targets above wrote, except .venv
 	rm -rf demo-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -42,6 +46,10 @@ $(BIN)/python:
 $(VENV)/.plots: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing (PyTorch is large: this takes a while the first time)"
 	$(PIP_INSTALL) -e '.[plots]'
+	@touch $@
+
+$(VENV)/.fuzz: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[fuzz]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("wire", "checkpoint", "syncer", "learner", "benchmarks")
+ROOMS = ("wire", "checkpoint", "syncer", "learner", "benchmarks", "fuzz")
+AROUND = {"benchmarks", "fuzz"}  # programs around the product: any room, any library
 
 # room -> the other rooms it may import
 MAY_IMPORT_ROOMS = {
@@ -24,6 +25,7 @@ MAY_IMPORT_ROOMS = {
     "syncer": {"wire", "checkpoint"},
     "learner": {"wire", "checkpoint"},
     "benchmarks": {"wire", "checkpoint", "syncer", "learner"},
+    "fuzz": {"wire", "checkpoint", "syncer", "learner"},
 }
 
 # room -> the libraries it may import beside the standard library
@@ -60,7 +62,7 @@ PURE = {
     "syncer.svd": {"flatten", "frames", "scalar"},
     "wire": {
         "chunks", "compiled", "connection", "dtypes", "errors", "frames", "identity", "layout",
-        "limits", "memory", "messages", "outbox", "q4", "ranges", "tensors",
+        "limits", "memory", "messages", "outbox", "q4", "quota", "ranges", "replay", "tensors",
     },
 }  # fmt: skip
 PURE_MODULES = {f"{room}.{name}" for room, names in PURE.items() for name in names}
@@ -121,10 +123,10 @@ def problems_of(name: str) -> Iterator[str]:
             ):
                 yield f"{where}: checkpoint may use the pure modules of wire only"
             if target.startswith("learner.tasks") and not name.startswith(
-                ("learner.tasks", *COMMAND, "benchmarks.")
+                ("learner.tasks", *COMMAND, "benchmarks.", "fuzz.")
             ):
                 yield f"{where}: only the command knows the tasks"
-        elif top not in sys.stdlib_module_names and room != "benchmarks":
+        elif top not in sys.stdlib_module_names and room not in AROUND:
             if top not in MAY_IMPORT_LIBRARIES[room]:
                 yield f"{where}: not among the libraries of {room}"
             elif room == "wire" and name not in ONLY_IN.get(top, {name}):
