@@ -252,7 +252,7 @@ class SyncerProcess:
                 self.process.send_signal(signal.SIGTERM)
                 time.sleep(0.2)
         try:
-            self.process.wait(10)
+            self.process.wait(120)  # it may have a large checkpoint to write
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
