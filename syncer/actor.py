@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -200,6 +201,9 @@ class Actor:
 
     def _accept_hello(self, command: c.AcceptHello) -> None:
         newcomer, hello = self._newcomers.pop(command.token)
+        if self._session is not None and self._session.layout == hello.layout:
+            # Else every learner would keep a copy, which is large with millions of fragments.
+            hello = replace(hello, layout=self._session.layout)
         member = command.member
         link = Link(member, self._left, self.post, self.log)
         if self._session is None:

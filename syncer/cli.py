@@ -43,7 +43,23 @@ class EarlySignals:
             raise StopBeforeStart
 
 
-@click.group(invoke_without_command=True)
+class Program(click.Group):
+    """Options for a run, and the subcommand `keys`, which is loaded only when it is wanted."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """See `click.Group`."""
+        return ["keys"]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """See `click.Group`."""
+        if cmd_name != "keys":
+            return None
+        from syncer.keys import keys  # noqa: PLC0415
+
+        return keys
+
+
+@click.group(cls=Program, invoke_without_command=True)
 @syncer_options
 @click.pass_context
 def main(context: click.Context, /, **values: Any) -> None:

@@ -52,6 +52,7 @@ from syncer.scheduler import Scheduler
 from syncer.session import ResumeSource, SessionFacts, admit
 from syncer.startup import Startup
 from wire.errors import ErrorCode, ProtocolError
+from wire.replay import ReplayGuard
 
 _MEASURING = frozenset({Phase.INIT, Phase.RUN, Phase.DRAIN})
 _COMMITTING = frozenset({Phase.RUN, Phase.DRAIN})
@@ -63,10 +64,18 @@ class Coordinator:
     Args:
         config: the options that concern it.
         resumed: the checkpoint to go on from, None for a fresh run.
+        replays: where strangers cannot enter, refuses a generation that was accepted before (S4);
+            without it one that is gone may come back.
     """
 
-    def __init__(self, config: CoordinatorConfig, resumed: ResumeSource | None = None) -> None:
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        resumed: ResumeSource | None = None,
+        replays: ReplayGuard | None = None,
+    ) -> None:
         self._config = config
+        self._replays = replays
         self._ctx = Context(config)
         self._saver = Saver(self._ctx)
         self._resumed = resumed
@@ -253,10 +262,14 @@ class Coordinator:
                     ErrorCode.DUPLICATE_GENERATION,
                     f"learner {member.learner_id} is already connected with this generation",
                 )
+            if self._replays is not None:
+                self._replays.check(*member)
         except ProtocolError as error:
             ctx.emit(RefuseHello(event.token, error))
             ctx.log("warning", f"refused learner {member.learner_id}: {error.text}")
             return False
+        if self._replays is not None:
+            self._replays.remember(*member)
         if ctx.session is None:
             ctx.session = SessionFacts.of(hello)
             ctx.log(

@@ -24,9 +24,11 @@ from checkpoint.store import CheckpointStore
 from syncer.config import CoordinatorConfig
 from syncer.merge.plan import SvdBackend
 from syncer.options import SyncerOptions, WorkerTimeouts
+from syncer.protection import Protection, protect
 from syncer.svd.pool import PoolPoisoned, PoolSettings, SvdPool
 from syncer.svd.scalar import ScalarSvd
 from syncer.tape import TapeError, TapeWriter
+from wire.security import SecurityRefused
 
 SPARE_DESCRIPTORS = 64
 """Descriptors kept beside the sockets: files, pipes, libraries."""
@@ -45,6 +47,7 @@ class Launched:
         tape_step: step of the last commit record that a resumed tape holds.
         drain_svd: waits for the SVD pool and ends it, None without one.
         alarm: tells of a fault of the pool.
+        protection: keys and certificates.
         cleanup: gives everything back, in reverse order.
     """
 
@@ -57,6 +60,7 @@ class Launched:
     alarm: PoolAlarm
     tape: TapeWriter | None
     tape_step: int | None
+    protection: Protection
     cleanup: contextlib.ExitStack
 
     @property
@@ -67,11 +71,15 @@ class Launched:
 
 
 def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
-    """Lock, presence, load, SVD pool, tape (C4). Blocks; the caller closes `cleanup`.
+    """Keys, lock, presence, load, SVD pool, tape (C4). Blocks; the caller closes `cleanup`.
 
     Raises:
         StartRefused: nothing was changed on disk but what K9, C43 and C70 name.
     """
+    try:
+        protection = protect(options, os.environ)
+    except SecurityRefused as error:
+        raise StartRefused(str(error)) from error
     with contextlib.ExitStack() as undo:
         store = CheckpointStore(options.checkpoint_path)
         try:
@@ -96,6 +104,7 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
             alarm=alarm,
             tape=tape,
             tape_step=tape_step,
+            protection=protection,
             cleanup=undo.pop_all(),
         )
 

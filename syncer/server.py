@@ -9,13 +9,12 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from functools import partial
 
 from syncer.actor import Actor
 from syncer.commands import Finish
 from syncer.coordinator import Coordinator
 from syncer.display import status_line
+from syncer.door import Door, reload_certificates, tls_door, warn_of_exposure
 from syncer.events import StopSignal
 from syncer.launch import (
     Launched,
@@ -29,19 +28,14 @@ from syncer.logs import LOGGER
 from syncer.options import SyncerOptions, WorkerTimeouts
 from syncer.ready import ReadyFile
 from syncer.services import Services
-from syncer.workers import Workers, submit
+from syncer.workers import Workers
 from wire import cli_support as cs
-from wire.accept import Acceptor, Newcomer
-from wire.errors import ErrorCode, ProtocolError
+from wire.accept import Acceptor
 from wire.frames import PROTOCOL_VERSION
 from wire.group import Timeouts
-from wire.limits import check_limits_fit
 from wire.loop import new_event_loop
-from wire.messages import Hello, decode_hello
-from wire.security import is_loopback
+from wire.replay import ReplayGuard
 
-INLINE_HELLO = 64 * 1024
-"""Bytes; a larger HELLO is read in a thread."""
 CLOSE_SECONDS = 2.0
 """Longest wait for groups that are being closed with an ERROR (W38 lingers 1 s)."""
 
@@ -79,12 +73,16 @@ async def serve(launched: Launched) -> int:
         tape=launched.tape,
         heloco=options.delta_correction == "heloco",
     )
-    core = Coordinator(coordinator_config(options), launched.resumed)
+    protection = launched.protection
+    replays = ReplayGuard() if protection.closed else None
+    core = Coordinator(coordinator_config(options), launched.resumed, replays)
     actor = Actor(core, services, workers, loop)
     launched.alarm.connect(actor.fail_from_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, actor.post, StopSignal())
-    acceptor = _acceptor(options, actor, workers)
+    if protection.tls is not None:
+        loop.add_signal_handler(signal.SIGHUP, reload_certificates, protection.tls, workers)
+    acceptor = _acceptor(launched, actor, workers)
     try:
         host, port = await _listen(acceptor, options)
         try:
@@ -99,7 +97,8 @@ async def serve(launched: Launched) -> int:
         workers.shutdown()
 
 
-def _acceptor(options: SyncerOptions, actor: Actor, workers: Workers) -> Acceptor:
+def _acceptor(launched: Launched, actor: Actor, workers: Workers) -> Acceptor:
+    options = launched.options
     connections = raise_descriptor_limit(options.max_connections)
     if connections < options.max_connections:
         LOGGER.warning(
@@ -107,8 +106,9 @@ def _acceptor(options: SyncerOptions, actor: Actor, workers: Workers) -> Accepto
             connections,
             options.max_connections,
         )
+    door = Door(actor, options.learners, workers, launched.protection)
     return Acceptor(
-        Door(actor, options.learners, workers),
+        door,
         learners=options.learners,
         executor=workers.wire,
         timeouts=Timeouts(
@@ -117,7 +117,9 @@ def _acceptor(options: SyncerOptions, actor: Actor, workers: Workers) -> Accepto
             stall=options.stall_timeout_s,
         ),
         max_connections=max(1, connections),
+        tls=tls_door(launched.protection),
         report_bad_budget=options.learner_budget_steps is not None,
+        report=door.report,
     )
 
 
@@ -158,12 +160,9 @@ def _ready_file(options: SyncerOptions, host: str, port: int, profile: bytes) ->
 def _announce(launched: Launched, host: str, port: int) -> None:
     options = launched.options
     resumed = launched.resumed
-    for text in options.warnings:
+    for text in (*options.warnings, *launched.protection.warnings):
         LOGGER.warning("%s", text)
-    if not is_loopback(options.host):
-        LOGGER.warning(
-            "--host %s is not a loopback address: whoever reaches it may join", options.host
-        )
+    warn_of_exposure(launched.protection)
     cs.log_event(
         LOGGER,
         logging.INFO,
@@ -229,54 +228,3 @@ async def _close_groups(links: list[Link], finish: Finish) -> None:
         _, late = await asyncio.wait(closing, timeout=CLOSE_SECONDS)
         for task in late:
             task.cancel()
-
-
-class Door:
-    """Reads HELLOs (steps 1 to 9 of W12) and hands them to the actor."""
-
-    def __init__(self, actor: Actor, learners: int, workers: Workers) -> None:
-        self._actor = actor
-        self._learners = learners
-        self._workers = workers
-
-    def on_hello(self, newcomer: Newcomer, payload: memoryview) -> None:
-        """A complete HELLO payload came; a large one is read in a thread."""
-        if len(payload) > INLINE_HELLO:
-            submit(
-                asyncio.get_running_loop(),
-                self._workers.hello,
-                partial(read_hello, payload, self._learners),
-                partial(self._read, newcomer),
-            )
-            return
-        future: Future[Hello] = Future()
-        try:
-            future.set_result(read_hello(payload, self._learners))
-        except ProtocolError as error:
-            future.set_exception(error)
-        self._read(newcomer, future)
-
-    def _read(self, newcomer: Newcomer, future: Future[Hello]) -> None:
-        error = future.exception()
-        if newcomer.gone:
-            return
-        if error is None:
-            self._actor.hello(newcomer, future.result())
-        elif isinstance(error, ProtocolError):
-            self._actor.refuse(newcomer, error)
-        elif isinstance(error, MemoryError):
-            refusal = ProtocolError(ErrorCode.OUT_OF_MEMORY, "no memory to read this HELLO")
-            self._actor.refuse(newcomer, refusal)
-        else:
-            raise error
-
-
-def read_hello(payload: memoryview, learners: int) -> Hello:
-    """Decode a HELLO payload and apply steps 1 to 9 of W12.
-
-    Raises:
-        ProtocolError: with the code of the first failing step.
-    """
-    hello = decode_hello(payload, learners)
-    check_limits_fit(hello.layout, hello.dtype)
-    return hello

@@ -16,11 +16,14 @@ from wire.group import Group, GroupSink, Timeouts
 from wire.limits import Session
 from wire.memory import SlabPool
 from wire.messages import DataHello, ErrorMessage, Hello, decode_data_hello, encode_frame
+from wire.quota import Quota, Share
 from wire.stream import Stream
-from wire.tls import PeerCertificate, TlsProblem, check_same_peer, looks_like_tls
+from wire.tls import CUT_OFF, PeerCertificate, TlsProblem, check_same_peer, looks_like_tls
 from wire.tls_stream import TlsDoor, TlsEndpoint
 
 BACKLOG = 1024
+LARGE_HELLOS_BYTES = 128 * 1024 * 1024
+"""What all HELLOs above `FREE_HELLO_BYTES` may hold together until they have been read."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,9 @@ class Newcomer:
         self.gone = False
         self.certificate: PeerCertificate | None = None
         self._acceptor = acceptor
-        self._frame = FirstFrame()
+        self._frame = FirstFrame(gated=True)
+        self._share: Share | None = None
+        self._handed_over = False
         self.stream = Stream(self._frame, self, acceptor.timeouts.stall, acceptor.forget)
         self._abort: Callable[[], None] = self.stream.abort
         loop = asyncio.get_running_loop()
@@ -60,6 +65,7 @@ class Newcomer:
         """The HELLO is accepted: the group exists from now on (W14)."""
         acceptor = self._acceptor
         self._leave()
+        self.payload_read()
         group = Group(
             session=Session(Role.SYNCER, hello.layout, hello.dtype, hello.learner_id),
             generation=hello.generation,
@@ -98,6 +104,7 @@ class Newcomer:
         if self.gone:
             return
         self._leave()
+        self.payload_read()
         self.gone = True
         last = encode_frame(ErrorMessage(error.text))
         self.stream.linger(last, self._acceptor.timeouts.linger)
@@ -105,8 +112,16 @@ class Newcomer:
     def drop(self) -> None:
         """Close silently: an ERROR would be fatal to an honest learner (section 9)."""
         self._leave()
+        if not self._handed_over:  # else the sink still holds the payload
+            self.payload_read()
         self.gone = True
         self._abort()
+
+    def payload_read(self) -> None:
+        """The sink does not hold the HELLO payload any more: others may send theirs."""
+        if self._share is not None:
+            self._share.give_back()
+            self._share = None
 
     def guard(self, endpoint: TlsEndpoint) -> None:
         """The socket is still shaking hands below `endpoint` (S13)."""
@@ -125,11 +140,15 @@ class Newcomer:
             self.certificate = certificate
 
     def on_bytes(self, stream: Stream) -> None:
-        """The first frame is complete."""
+        """The first frame is complete, or grows so large that it has to wait for its turn."""
         stream.pause_reading()
+        if not self._frame.complete:
+            self._share = self._acceptor.large.ask(self._frame.length, stream.resume_reading)
+            return
         self._timer.cancel()
         kind, payload = self._frame.take()
         if kind is MessageType.HELLO:
+            self._handed_over = True
             self._acceptor.sink.on_hello(self, payload)
             return
         try:
@@ -218,6 +237,7 @@ class Acceptor:
     Attributes:
         groups: the live groups.
         pool: memory for the messages of all groups.
+        large: memory for HELLOs that are not read yet.
         connections: sockets open now, those of groups and those in handshakes included.
     """
 
@@ -231,7 +251,20 @@ class Acceptor:
         max_connections: int = 4096,
         tls: TlsDoor | None = None,
         report_bad_budget: bool = False,
+        report: Callable[[str], None] = log.warning,
     ) -> None:
+        """
+        Args:
+            sink: judges HELLOs.
+            learners: M; legal ids are 0..M-1.
+            executor: scans tensors.
+            timeouts: of sockets without a group, and of groups.
+            max_connections: sockets beyond are closed at once.
+            tls: for TLS on every socket.
+            report_bad_budget: budget mode (C75).
+            report: told, in words, of strangers who do not speak as this port does (S13); whoever
+                can connect can make it be called, so it should keep a rate.
+        """
         self.sink = sink
         self.learners = learners
         self.executor = executor
@@ -240,11 +273,12 @@ class Acceptor:
         self.groups = GroupRegistry()
         self.connections = 0
         self.pool = SlabPool()
+        self.large = Quota(LARGE_HELLOS_BYTES)
         self.pending: set[Newcomer] = set()
         self._max_connections = max_connections
         self._tls = tls
+        self._report = report
         self._servers: list[asyncio.Server] = []
-        self._hinted: set[str] = set()
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Listen on every address of `host`; port 0 takes a free one.
@@ -281,11 +315,8 @@ class Acceptor:
         self.connections -= 1
 
     def hint_tls(self, peer: str) -> None:
-        """Say, once per address, that someone speaks TLS to a plain port (S13)."""
-        host = peer.rpartition(":")[0]
-        if host not in self._hinted and len(self._hinted) < BACKLOG:
-            self._hinted.add(host)
-            log.warning("%s sent TLS to this port, which is plain: no --tls-cert is given", peer)
+        """Say that someone speaks TLS to a plain port (S13)."""
+        self._report(f"{peer} sent TLS to this port, which is plain: no --tls-cert is given")
 
     def _meet(self) -> asyncio.BaseProtocol:
         if self.connections >= self._max_connections:
@@ -295,17 +326,17 @@ class Acceptor:
         self.pending.add(newcomer)
         if self._tls is None:
             return newcomer.stream
-        endpoint = self._tls.wrap(
-            newcomer.stream, lambda problem: self._untrusted(newcomer, problem)
-        )
+
+        def untrusted(problem: TlsProblem) -> None:
+            """The TLS handshake has failed and the socket is closed (S13)."""
+            newcomer.drop()
+            self.forget()
+            if problem is not CUT_OFF:  # as silent as on a plain port (section 9)
+                self._report(f"no TLS with {endpoint.address}: {problem.reason}")
+
+        endpoint = self._tls.wrap(newcomer.stream, untrusted)
         newcomer.guard(endpoint)
         return endpoint
-
-    def _untrusted(self, newcomer: Newcomer, problem: TlsProblem) -> None:
-        """A TLS handshake has failed and its socket is closed (S13)."""
-        newcomer.drop()
-        self.forget()
-        log.info("a TLS handshake failed: %s", problem.reason)
 
 
 class _Reject(asyncio.Protocol):

@@ -268,7 +268,9 @@ def _checked(
             raise click.BadParameter(
                 f"{path}: key {key!r} must be {wanted}, not {value!r}", ctx, param
             )
-        values[option.name] = value
+        # An option that may be repeated takes one text as well as an array of them.
+        single = option.multiple and isinstance(value, str)
+        values[option.name] = [value] if single else value
     return values
 
 
@@ -276,10 +278,13 @@ def _wrong_type(option: click.Option, value: Any) -> str | None:
     """What the TOML value should have been, or None when its type is right."""
     if option.is_flag:
         return None if isinstance(value, bool) else "true or false"
-    if isinstance(option.type, Commas):
+    if option.multiple and not isinstance(value, list):
+        return _wrong_scalar(option.type, value)
+    if option.multiple or isinstance(option.type, Commas):
         if not isinstance(value, list):
             return "an array"
-        wanted = [_wrong_scalar(option.type.element, item) for item in value]
+        element = option.type.element if isinstance(option.type, Commas) else option.type
+        wanted = [_wrong_scalar(element, item) for item in value]
         return next((f"an array, each element {text}" for text in wanted if text), None)
     return _wrong_scalar(option.type, value)
 

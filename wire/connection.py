@@ -35,7 +35,8 @@ from wire.messages import BUDGET_BYTES, Message, decode_payload
 
 STAGING_BYTES = 16 * 1024
 """Frames up to this size are read together; also the most that is ever copied of a longer one."""
-_FIRST_GROWTH = 64 * 1024
+FREE_HELLO_BYTES = 64 * 1024
+"""What a first frame may take of memory without asking."""
 
 
 class Core(Protocol):
@@ -78,12 +79,17 @@ Event = Received | Progress | BadBudget
 class FirstFrame:
     """Reads exactly the first frame of a socket and not one byte more (W7, W14).
 
+    Args:
+        gated: `buffer_updated` is true once more, when `FREE_HELLO_BYTES` of a longer payload have
+            come: the owner decides when the rest may take memory.
+
     Attributes:
         header: its first 13 bytes, as far as they have come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, gated: bool = False) -> None:
         self.header = bytearray(FRAME_BYTES)
+        self._gated = gated
         self._body = bytearray()
         self._filled = 0
         self._kind: MessageType | None = None
@@ -95,14 +101,14 @@ class FirstFrame:
             return memoryview(self.header)[self._filled :]
         if self._filled == len(self._body):
             # Memory grows with what has come: a header alone takes nothing (W6).
-            grown = max(_FIRST_GROWTH, 2 * self._filled)
+            grown = max(FREE_HELLO_BYTES, 2 * self._filled)
             body = bytearray(min(grown, self._length))
             body[: self._filled] = self._body
             self._body = body
         return memoryview(self._body)[self._filled :]
 
     def buffer_updated(self, count: int) -> bool:
-        """Account for `count` bytes; true once the frame is complete.
+        """Account for `count` bytes; true once the frame is complete (and see `gated`).
 
         Raises:
             ProtocolError: `bad-magic`, `bad-type`, `too-long` or `bad-length`.
@@ -113,11 +119,21 @@ class FirstFrame:
                 return False
             self._kind, self._length = _first_header(self.header)
             self._filled = 0
-        return self._filled == self._length
+        return self.complete or (self._gated and self._filled == FREE_HELLO_BYTES)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it has come."""
+        return self._kind is not None and self._filled == self._length
+
+    @property
+    def length(self) -> int:
+        """Bytes of its payload, as announced; 0 before the header is complete."""
+        return self._length
 
     def take(self) -> tuple[MessageType, memoryview]:
-        """The complete frame: HELLO or DATA_HELLO, and its payload."""
-        if self._kind is None or self._filled < self._length:
+        """The complete frame: HELLO or DATA_HELLO, and its payload, which is not kept here."""
+        if self._kind is None or not self.complete:
             raise ValueError("the first frame is not complete")
         return self._kind, memoryview(self._body)
 

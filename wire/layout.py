@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -87,6 +87,10 @@ def numeric_fragment(
     """Build a fragment from sizes; `shapes` only (and always) for iso."""
     sizes = tuple(numels)
     return NumericFragment(mode, sizes, None if shapes is None else tuple(shapes), sum(sizes))
+
+
+LayoutReader = Callable[[memoryview, int], tuple["NumericLayout", int]]
+"""`parse_layout`, or what stands in for it."""
 
 
 def parse_layout(data: memoryview, count: int) -> tuple[NumericLayout, int]:

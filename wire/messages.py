@@ -21,7 +21,7 @@ from wire.frames import (
     frame_header,
 )
 from wire.identity import HASH_BYTES
-from wire.layout import NumericLayout, parse_layout
+from wire.layout import LayoutReader, NumericLayout, parse_layout
 
 Buffer = bytes | bytearray | memoryview
 """Anything that holds contiguous bytes."""
@@ -272,12 +272,13 @@ def encode_hello(hello: Hello) -> bytes:
     return head + hello.layout.encode() + tail + struct.pack("<H", hello.num_streams)
 
 
-def decode_hello(payload: memoryview, learners: int) -> Hello:
+def decode_hello(payload: memoryview, learners: int, layouts: LayoutReader = parse_layout) -> Hello:
     """Read a HELLO body, checking steps 1 to 8 of W12 in their order.
 
     Args:
         payload: the body, without a seal.
         learners: M; legal ids are 0..M-1.
+        layouts: reads the layout.
 
     Raises:
         ProtocolError: with the code of the first failing step.
@@ -290,7 +291,7 @@ def decode_hello(payload: memoryview, learners: int) -> Hello:
     _check_identity(learner_id, generation, learners)
     if dtype not in (1, 2, 3):
         raise ProtocolError(ErrorCode.DTYPE, f"dtype {dtype} is unknown, known are 1, 2 and 3")
-    layout, used = parse_layout(payload[_HELLO_HEAD.size :], count)
+    layout, used = layouts(payload[_HELLO_HEAD.size :], count)
     tail = payload[_HELLO_HEAD.size + used :]
     if len(tail) not in (2 * HASH_BYTES + 2, 3 * HASH_BYTES + 2):
         raise ProtocolError(

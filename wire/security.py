@@ -1,6 +1,6 @@
-"""Who may enter: the sealed HELLO, replays, key files, and what a non-loopback address needs.
+"""Who may enter: the sealed HELLO, key files, and what a non-loopback address needs.
 
-Rules S1 to S5, S20 and S21. TLS lives in `wire.tls`.
+Rules S1 to S3, S5, S20 and S21. TLS lives in `wire.tls`, replays in `wire.replay`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pathlib import Path
 
 from wire.errors import ErrorCode, LocalError, ProtocolError
 from wire.frames import Role
+from wire.layout import LayoutReader, parse_layout
 from wire.messages import Buffer, Hello, decode_hello
 
 MAC_BYTES = 32
 MIN_KEY_BYTES = 32
-REPLAY_MEMORY = 65_536
-"""Accepted (id, generation) pairs the syncer remembers (S4)."""
 AUTH_KEY_ENV = "YETO_AUTH_KEY_FILE"
 INSECURE_WARNING_EVERY_S = 3600.0
 """A syncer started with `--insecure` repeats its warning after so many seconds (S20)."""
@@ -91,7 +90,12 @@ def open_sealed(keys: Sequence[AuthKey], payload: Buffer) -> memoryview:
     return body
 
 
-def open_hello(keys: Sequence[AuthKey], payload: memoryview, learners: int) -> Hello:
+def open_hello(
+    keys: Sequence[AuthKey],
+    payload: memoryview,
+    learners: int,
+    layouts: LayoutReader = parse_layout,
+) -> Hello:
     """Steps 0 to 8 of W12: open the seal when there are keys, then read the body.
 
     A sealed HELLO without profile has the length of a plain one with profile, so that its mac is
@@ -101,45 +105,13 @@ def open_hello(keys: Sequence[AuthKey], payload: memoryview, learners: int) -> H
         ProtocolError: with the code of the first failing step.
     """
     if keys:
-        return decode_hello(open_sealed(keys, payload), learners)
+        return decode_hello(open_sealed(keys, payload), learners, layouts)
     try:
-        return decode_hello(payload, learners)
+        return decode_hello(payload, learners, layouts)
     except ProtocolError as error:
         if error.code in (ErrorCode.HELLO_TAIL, ErrorCode.NUM_STREAMS):
             raise ProtocolError(error.code, error.sentence + _NO_KEY) from None
         raise
-
-
-class ReplayGuard:
-    """The (id, generation) pairs accepted in the life of a syncer (S4).
-
-    Bounded: the last `capacity` are kept, the oldest is forgotten first.
-    """
-
-    def __init__(self, capacity: int = REPLAY_MEMORY) -> None:
-        self._capacity = capacity
-        self._seen: dict[tuple[int, int], None] = {}
-
-    def __len__(self) -> int:
-        return len(self._seen)
-
-    def check(self, learner_id: int, generation: int) -> None:
-        """Refuse a pair that was accepted before.
-
-        Raises:
-            ProtocolError: `duplicate-generation`.
-        """
-        if (learner_id, generation) in self._seen:
-            raise ProtocolError(
-                ErrorCode.DUPLICATE_GENERATION,
-                f"generation {generation:016x} of learner {learner_id} was accepted before",
-            )
-
-    def remember(self, learner_id: int, generation: int) -> None:
-        """Note an accepted pair; a refused HELLO must not be noted."""
-        self._seen.setdefault((learner_id, generation))
-        if len(self._seen) > self._capacity:
-            del self._seen[next(iter(self._seen))]
 
 
 def key_paths(given: Sequence[Path], environ: Mapping[str, str]) -> tuple[Path, ...]:

@@ -17,9 +17,9 @@ from wire.errors import ErrorCode, ProtocolError
 from wire.frames import Role
 from wire.layout import parse_layout
 from wire.messages import Hello, encode_hello
+from wire.replay import ReplayGuard
 from wire.security import (
     AuthKey,
-    ReplayGuard,
     SecurityRefused,
     is_loopback,
     key_paths,

@@ -21,7 +21,8 @@ from wire.frames import Role
 from wire.group import Group, SendCounters, Timeouts
 from wire.layout import parse_layout
 from wire.messages import Broadcast, ErrorMessage, Hello, Message, PushFragment
-from wire.security import AuthKey, ReplayGuard, open_hello, seal
+from wire.replay import ReplayGuard
+from wire.security import AuthKey, open_hello, seal
 from wire.tls import (
     LearnerTlsFiles,
     SyncerTls,
