@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from learner.errors import LearnerError, NonFiniteParameters
 from learner.loop import Learner
 from learner.options import Options, learner_options, read_options
 from learner.progress import Progress
+from learner.protection import open_transport
 from learner.tasks.base import Task, TaskError, build_task
 from wire.cli_support import setup_logging
 
@@ -72,6 +74,7 @@ def run(options: Options) -> None:
         LearnerError: the run did not end well.
     """
     signals = StopSignals()
+    transport = open_transport(options.config, os.environ)
     torch.set_num_threads(options.threads)
     for flag, folder in (
         ("--output-dir", options.config.output_dir),
@@ -87,6 +90,7 @@ def run(options: Options) -> None:
             optimizer=task.optimizer,
             data=task,
             on_event=progress.on_event,
+            transport=transport,
         )
         signals.hand_over_to(learner)
         with learner:

@@ -71,6 +71,12 @@ class LearnerConfig:
         state_every_steps: optimizer steps between two saves.
         connect_timeout_s: seconds to reach the syncer for the first time.
         final_timeout_s: bound of the finalization and budget waits (L11).
+        auth_key_file: shared key that seals HELLO (S5); None: what YETO_AUTH_KEY_FILE names, if
+            anything.
+        tls_ca: PEM of the CA that signed the syncer's certificate; turns TLS on (S11).
+        tls_cert, tls_key: PEM of the certificate to show, and of its private key.
+        tls_server_name: name in the syncer's certificate; None: the host of `connect`.
+        insecure: send the model to another machine without key and TLS all the same (S21).
     """
 
     connect: str
@@ -93,6 +99,12 @@ class LearnerConfig:
     state_every_steps: int = 100
     connect_timeout_s: float = 900.0
     final_timeout_s: float = 900.0
+    auth_key_file: Path | str | None = None
+    tls_ca: Path | str | None = None
+    tls_cert: Path | str | None = None
+    tls_key: Path | str | None = None
+    tls_server_name: str | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if self.connect != BASELINE:

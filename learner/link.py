@@ -19,7 +19,7 @@ from torch import Tensor
 from learner.errors import LearnerError, ProtocolFault, SyncerRefused, TransportRefused
 from learner.session import Mode, Received
 from learner.shared import Shared
-from wire.errors import ProtocolError
+from wire.errors import ProtocolError, readable
 from wire.group import Group
 from wire.limits import Session as WireSession
 from wire.messages import (
@@ -109,7 +109,7 @@ class Link:
         """What makes a failed dial fatal: an ERROR or a fault that came meanwhile (L13)."""
         for message in self._early:
             if isinstance(message, ErrorMessage):
-                return SyncerRefused(message.text)
+                return SyncerRefused(readable(message.text))
         if self.group is not None and self.group.fault is not None:
             return ProtocolFault(f"the syncer broke the protocol: {self.group.fault}")
         return None
@@ -171,7 +171,7 @@ class Link:
                         session.shutdown(self.generation)
                     self._shared.advance()
                 case ErrorMessage(text):
-                    self._shared.fail(SyncerRefused(text))
+                    self._shared.fail(SyncerRefused(readable(text)))
                 case _:
                     raise AssertionError(f"a learner cannot read {type(message).__name__}")
         except ProtocolError as error:

@@ -7,6 +7,7 @@ the first connection, the final cut, and a budget run's consolidation.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from learner.initial import warm_up
 from learner.island import LedParameters
 from learner.parameters import Parameters, find_trainables, specs_of
 from learner.partition import partition
+from learner.protection import open_transport
 from learner.ranks import Ranks
 from learner.roles import Baseline, Following, Leading, Role
 from learner.session import Session
@@ -66,13 +68,15 @@ class Learner:
             optimizer, scheduler, data: saved and restored with the durable state (L50); `data`
                 is whatever knows the position in the data.
             on_event: called with typed events, on the training thread only.
-            transport: TLS and the seal of HELLO; None is plain TCP.
+            transport: TLS and the seal of HELLO; None is what `config` says.
             process_group: all ranks of an island of several (L60). Each rank makes its own Learner
                 and calls the same methods; the first rank talks. Its timeout must exceed
                 `final_timeout_s` and `connect_timeout_s`. Needed for sharded parameters (FSDP2).
 
         Raises:
             LayoutError: the model cannot be synchronised, with the name of the culprit.
+            ConfigError: a key or certificate cannot be used, or another machine is to get the
+                model without either (S21).
         """
         several = process_group is not None and dist.get_world_size(process_group) > 1
         self._ranks = Ranks(process_group) if several and process_group is not None else None
@@ -134,6 +138,7 @@ class Learner:
         if address is None:
             return Baseline(self._core)
         if self._ranks is None or self._ranks.leading:
+            transport = transport or open_transport(self.config, os.environ)
             return Leading(self._core, address, transport, self._ranks)
         return Following(self._core, self._ranks)
 

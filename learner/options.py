@@ -116,6 +116,24 @@ _OPTIONS = (
     _option("--state-dir", _FILE, None, "Folder of the durable state; used at start if present."),
     _option("--state-every-steps", cs.Whole(1), 100, "Optimizer steps between two saves."),
     _option("--connect-timeout-s", cs.seconds(), 900.0, "Limit for the first connection."),
+    click.option(
+        "--auth-key-file",
+        type=_FILE,
+        multiple=True,
+        metavar="FILE",
+        help="Shared key of the run; the first one is used.  [env: YETO_AUTH_KEY_FILE]",
+    ),
+    _option("--tls-ca", _FILE, None, "CA of the syncer's certificate, PEM: speak TLS."),
+    _option("--tls-cert", _FILE, None, "Certificate of this learner, PEM."),
+    _option("--tls-key", _FILE, None, "Private key of --tls-cert, PEM."),
+    _option(
+        "--tls-server-name", click.STRING, None,
+        "Name in the syncer's certificate [default: the host of --connect].",
+    ),
+    click.option(
+        "--insecure", is_flag=True,
+        help="Send the model to another machine without key and TLS.",
+    ),
     cs.config_option("learner"),
     cs.logging_options,
     cs.version_option(),
@@ -189,6 +207,12 @@ def read_options(values: Mapping[str, Any]) -> Options:
             state_dir=values["state_dir"],
             state_every_steps=values["state_every_steps"],
             connect_timeout_s=values["connect_timeout_s"],
+            auth_key_file=next(iter(values["auth_key_file"]), None),
+            tls_ca=values["tls_ca"],
+            tls_cert=values["tls_cert"],
+            tls_key=values["tls_key"],
+            tls_server_name=values["tls_server_name"],
+            insecure=values["insecure"],
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from error

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
+from wire.errors import one_line
+
 if TYPE_CHECKING:  # generic in newer versions of click only
     _AnyType = click.ParamType[Any]
     _IntType = click.ParamType[int]
@@ -335,12 +337,12 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01 message`; warnings and errors carry their level's name."""
+    """`12:00:01 message` on one line; warnings and errors carry their level's name."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        text = f"{clock} {level}{record.getMessage()}"
+        text = f"{clock} {level}{one_line(record.getMessage())}"
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
         return text

@@ -70,6 +70,18 @@ class LocalError(Exception):
     """This side tried something that the protocol or its own configuration forbids."""
 
 
+def one_line(text: str) -> str:
+    """Control characters, line ends, direction marks and lone surrogates as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def readable(text: str) -> str:
+    """A text of the other side for a person: one line, at most 1,024 characters of it."""
+    return one_line(text[:MAX_ERROR_TEXT])
+
+
 def clip_utf8(text: str, limit: int) -> str:
     """Cut `text` to at most `limit` bytes of UTF-8, at a code-point boundary (W41)."""
     raw = text.encode("utf-8", "replace")
