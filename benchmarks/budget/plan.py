@@ -52,7 +52,7 @@ class Sizes:
         return self.steps * self.step_tokens
 
 
-QUICK = Sizes(steps=240, fragments=3, layers=1, width=32, heads=2, seq_len=32, batch_size=4)
+QUICK = Sizes(steps=600, fragments=3, layers=1, width=32, heads=2, seq_len=32, batch_size=4)
 
 
 @dataclass(frozen=True, slots=True)
