@@ -93,7 +93,7 @@ class Partial:
         """Promise the bytes [start, start + length) to a socket that is about to deliver them."""
         self.promised.add(start, start + length)
         self._landing.expect(start, start + length)
-        piece = Slice(self, start, self.view[start : start + length])
+        piece = Slice(self, start, self.view[start : start + length], 0, start)
         self.open.append(piece)
         return piece
 
@@ -112,12 +112,14 @@ class Slice:
         start: its offset in the inner frame.
         view: where its bytes land.
         filled: how many have landed.
+        scanned: offset up to which the owner has looked at them (`wire.scanning`).
     """
 
     partial: Partial
     start: int
     view: memoryview
-    filled: int = 0
+    filled: int
+    scanned: int
 
 
 class Reassembler:

@@ -63,9 +63,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A slice of a message has landed, the message is not complete yet."""
+    """More of a slice of a large message has landed."""
 
-    partial: Partial
+    piece: Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class FirstFrame:
         """The complete frame: HELLO or DATA_HELLO, and its payload, which is not kept here."""
         if self._kind is None or not self.complete:
             raise ValueError("the first frame is not complete")
-        return self._kind, memoryview(self._body)
+        body, self._body = self._body, bytearray()
+        return self._kind, memoryview(body)
 
 
 def _first_header(header: bytearray) -> tuple[MessageType, int]:
@@ -177,6 +178,7 @@ class Connection:
         self._start = 0
         self._end = 0
         self._piece: Slice | None = None
+        self._landed = False
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes go: a message's memory, or staging."""
@@ -190,13 +192,14 @@ class Connection:
         return self._staging[self._end :]
 
     def buffer_updated(self, count: int) -> bool:
-        """Account for `count` bytes; false when they only filled part of a body."""
+        """Account for `count` bytes; false when they only filled part of a small body."""
         piece = self._piece
         if piece is None:
             self._end += count
             return True
         piece.filled += count
-        return piece.filled == len(piece.view)
+        self._landed = piece.partial.total > STAGING_BYTES
+        return self._landed or piece.filled == len(piece.view)
 
     def next_event(self) -> Event | None:
         """The next event, or None when more bytes (or memory, see `blocked`) are needed.
@@ -208,11 +211,16 @@ class Connection:
         while True:
             piece = self._piece
             if piece is not None:
+                if self._landed:
+                    self._landed = False
+                    return Progress(piece)
                 if piece.filled < len(piece.view):
                     return None
                 self._piece = None
                 whole = self._chunks.finish(piece)
-                return Progress(piece.partial) if whole is None else self._complete(whole)
+                if whole is not None:
+                    return self._complete(whole)
+                continue
             if self._end - self._start < FRAME_BYTES:
                 return None
             magic, code, length = FRAME_HEADER.unpack_from(self._staging, self._start)
@@ -270,6 +278,7 @@ class Connection:
         piece.filled = count
         self._start += count
         self._piece = piece
+        self._landed = piece.partial.total > STAGING_BYTES
 
     def _staged(self, kind: MessageType, length: int) -> Received:
         at = self._start + FRAME_BYTES

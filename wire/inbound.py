@@ -150,8 +150,8 @@ class Inbound:
 
     def _handle(self, event: Event, arrived: float) -> None:
         match event:
-            case Progress(partial=unfinished):
-                self._scanner.progress(unfinished)
+            case Progress(piece):
+                self._scanner.progress(piece)
             case Received():
                 if self.blocked:  # a message is complete: memory is free again (W32)
                     self._loop.call_soon(self._resume)

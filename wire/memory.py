@@ -20,7 +20,7 @@ HUGE = 2 * 1024 * 1024
 """Bytes of a huge page; slices at least this long are given them."""
 MAPPED_FROM = 256 * 1024
 """Messages from this size on live in a slab."""
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 60.0
 """How long a pool keeps a slab that nobody uses."""
 
 _CAN_ADVISE = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_NOHUGEPAGE")

@@ -1,16 +1,17 @@
 """Finds NaN, infinities and bad q4 scales in tensors while they still arrive (W11, W48).
 
-A message is scanned in worker threads, in order, as its bytes land without a gap, so that little
-is left to do when the last one comes. Verdicts wait for completion: only then does W11 apply.
+A short piece that has just landed is in the processor's cache: looking at it then and there costs
+less than telling a thread. Long pieces, which come when the loop is behind, go to worker threads.
+Verdicts wait for completion: only then does W11 apply.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from wire.chunks import Partial
+from wire.chunks import Partial, Slice
 from wire.connection import tensor_region
 from wire.dtypes import Q4_BLOCK_BYTES, DType
 from wire.errors import ProtocolError
@@ -18,13 +19,15 @@ from wire.limits import Session
 from wire.tensors import check_finite
 
 INLINE_BYTES = 256 * 1024
-"""Tensors up to this size are scanned on the loop: a thread would take longer."""
-STEP_BYTES = 4 * 1024 * 1024
-"""What must have landed before another piece of an unfinished message is scanned."""
+"""Tensors up to this size are scanned at once, whole; a thread would take longer."""
+HOT_BYTES = 512 * 1024
+"""Pieces of larger tensors up to this size are scanned as they land, some 30 microseconds each."""
+_WARM_UP_BYTES = 64 * 1024
 
 _UNIT = {DType.F32: 4, DType.BF16: 2, DType.Q4: Q4_BLOCK_BYTES}
 
 Verdict = Callable[[ProtocolError | None], None]
+Ranges = Sequence[tuple[int, int]]
 
 
 class Scanner:
@@ -34,20 +37,23 @@ class Scanner:
         self._session = session
         self._executor = executor
         self._scans: dict[Partial, _Scan] = {}
+        for dtype in {session.dtype, session.dtype.bulk} - {DType.Q4}:
+            executor.submit(check_finite, bytes(_WARM_UP_BYTES), dtype)  # loads compiled code
 
-    def progress(self, partial: Partial) -> None:
-        """More of an unfinished message has landed."""
+    def progress(self, piece: Slice) -> None:
+        """More of a slice of an unfinished message has landed."""
+        partial = piece.partial
         if partial.total <= INLINE_BYTES:
             return
         scan = self._scans.get(partial)
         if scan is None:
+            scan = self._scans[partial] = _Scan(self._executor)
+        if not scan.placed:
             region = tensor_region(self._session, partial)
-            if region is None:
-                return
-            dtype, start = region
-            scan = _Scan(self._executor, partial.view[start:], dtype, start)
-            self._scans[partial] = scan
-        scan.landed(partial.prefix)
+            if region is not None:
+                dtype, start = region
+                scan.place(partial.view[start:], dtype, start)
+        scan.landed(piece)
 
     def complete(
         self, source: Partial | None, tensor: memoryview, dtype: DType, verdict: Verdict
@@ -61,11 +67,10 @@ class Scanner:
             ProtocolError: `non-finite`, found at once.
         """
         scan = self._scans.pop(source, None) if source is not None else None
-        if scan is None:
-            if tensor.nbytes <= INLINE_BYTES:
-                check_finite(tensor, dtype)
-                return True
-            scan = _Scan(self._executor, tensor, dtype, 0)
+        if scan is None or source is None:
+            check_finite(tensor, dtype)
+            return True
+        scan.place(tensor, dtype, source.total - tensor.nbytes)
         return scan.finish(verdict)
 
     def clear(self) -> None:
@@ -74,45 +79,98 @@ class Scanner:
 
 
 class _Scan:
-    """One tensor; at most one piece of it is with a worker at a time."""
+    """One large tensor. Offsets are those of its inner frame; the tensor begins at `_start`.
 
-    def __init__(self, executor: Executor, tensor: memoryview, dtype: DType, start: int) -> None:
+    At most one worker is busy with it. What cannot be judged yet, values that two slices share and
+    all that lands before the tensor's type is known, waits in `_edges` for completion.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.placed = False
         self._loop = asyncio.get_running_loop()
         self._executor = executor
-        self._tensor = tensor
-        self._dtype = dtype
-        self._start = start
-        self._landed = 0
-        self._scanned = 0
+        self._tensor = memoryview(b"")
+        self._dtype = DType.F32
+        self._start = 0
+        self._edges: list[tuple[int, int]] = []
+        self._queue: list[tuple[int, int]] = []
         self._running = False
         self._error: ProtocolError | None = None
         self._verdict: Verdict | None = None
 
-    def landed(self, prefix: int) -> None:
-        """The inner frame is complete up to `prefix`."""
-        unit = _UNIT[self._dtype]
-        self._landed = max(0, prefix - self._start) // unit * unit
-        if self._landed - self._scanned >= STEP_BYTES:
-            self._next()
+    def place(self, tensor: memoryview, dtype: DType, start: int) -> None:
+        """Say where the tensor is; until then nothing is scanned."""
+        self.placed = True
+        self._tensor = tensor.toreadonly()
+        self._dtype = dtype
+        self._start = start
+
+    def landed(self, piece: Slice) -> None:
+        """`piece` is filled further."""
+        begin, end = piece.scanned, piece.start + piece.filled
+        whole = piece.filled == len(piece.view)
+        if not self.placed:
+            if whole:
+                self._edges.append((begin, end))
+            return
+        first, last = self._inner(begin, end)
+        if first >= last:
+            if whole:
+                self._edges.append((begin, end))
+            return
+        if begin < first:
+            self._edges.append((begin, first))
+        if whole and last < end:
+            self._edges.append((last, end))
+        piece.scanned = last
+        self._look_at(first - self._start, last - self._start)
 
     def finish(self, verdict: Verdict) -> bool:
         """All of it has landed; see `Scanner.complete`."""
-        self._landed = self._tensor.nbytes
-        if not self._running and self._scanned == self._landed:
-            if self._error is not None:
-                raise self._error
-            return True
+        self._queue += [self._outer(begin, end) for begin, end in self._edges]
+        self._edges.clear()
+        left = sum(end - begin for begin, end in self._queue)
+        if not self._running and left <= INLINE_BYTES:
+            if self._error is None:
+                _check(self._tensor, self._dtype, self._queue)
+                return True
+            raise self._error
         self._verdict = verdict
         self._next()
         return False
 
-    def _next(self) -> None:
-        if self._running or self._error is not None:
+    def _inner(self, begin: int, end: int) -> tuple[int, int]:
+        """The whole values (or q4 blocks) within [begin, end)."""
+        unit, start = _UNIT[self._dtype], self._start
+        first = max(begin, start)
+        return start - (start - first) // unit * unit, start + (end - start) // unit * unit
+
+    def _outer(self, begin: int, end: int) -> tuple[int, int]:
+        """The values that [begin, end) has a part of, as tensor bytes."""
+        unit, start = _UNIT[self._dtype], self._start
+        first = max(0, begin - start) // unit * unit
+        return first, max(first, min(self._tensor.nbytes, -((start - end) // unit) * unit))
+
+    def _look_at(self, begin: int, end: int) -> None:
+        if self._error is not None:
             return
-        piece = self._tensor[self._scanned : self._landed]
-        self._scanned = self._landed
+        if end - begin > HOT_BYTES:
+            self._queue.append((begin, end))
+            self._next()
+            return
+        try:
+            check_finite(self._tensor[begin:end], self._dtype)
+        except ProtocolError as error:
+            self._error = error
+
+    def _next(self) -> None:
+        if self._running:
+            return
+        ranges, self._queue = self._queue, []
         self._running = True
-        future = self._loop.run_in_executor(self._executor, check_finite, piece, self._dtype)
+        future = self._loop.run_in_executor(
+            self._executor, _check, self._tensor, self._dtype, ranges
+        )
         future.add_done_callback(self._done)
 
     def _done(self, future: asyncio.Future[None]) -> None:
@@ -122,11 +180,13 @@ class _Scan:
         error = future.exception()
         if error is not None and not isinstance(error, ProtocolError):
             raise error
-        self._error = error
-        if self._verdict is None:
-            if self._landed - self._scanned >= STEP_BYTES:
-                self._next()
-        elif error is not None or self._scanned == self._landed:
-            self._verdict(error)
-        else:
+        self._error = self._error or error
+        if self._verdict is not None and (self._error is not None or not self._queue):
+            self._verdict(self._error)
+        elif self._queue:
             self._next()
+
+
+def _check(tensor: memoryview, dtype: DType, ranges: Ranges) -> None:
+    for begin, end in ranges:
+        check_finite(tensor[begin:end], dtype)
