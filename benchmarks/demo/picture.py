@@ -97,7 +97,7 @@ def _draw_rounds(axes: Axes, run: RunRecord) -> None:
         for learner_id in range(len(names)):
             if learner_id in ids(commit.responded):
                 colour = COLOURS[learner_id % len(COLOURS)]
-                axes.plot([end], [learner_id], "|", color=colour, markersize=22, alpha=0.9)
+                axes.plot([end], [learner_id], "|", color=colour, markersize=22, markeredgewidth=1)
             elif learner_id in ids(commit.expected):
                 axes.plot([end], [learner_id], "x", color="#c03030", markersize=7)
     count = len(run.rounds)
