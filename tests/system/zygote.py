@@ -1,4 +1,4 @@
-"""Starts `yeto-syncer` processes without the seconds that loading the libraries takes.
+"""Starts processes of the programs without the seconds that loading the libraries takes.
 
 One process loads everything once and forks for each start; the fork is the real program with its
 own sockets, signals and exit code. Run as a module it is that process; it speaks JSON lines.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,29 @@ class Zygote:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
-    def start(self, arguments: Sequence[str], cwd: Path, stdout: Path, stderr: Path) -> int:
-        """The pid of a new `yeto-syncer`; its output is appended to two files."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        stdout: Path,
+        stderr: Path,
+        patch: str | None = None,
+        program: str = "yeto-syncer",
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
+        """The pid of a new process; its output is appended to two files.
+
+        `patch` names a module of tests whose `install()` runs in the new process first;
+        `environment` is added to ours.
+        """
         pid: int = self._ask(
-            start=list(arguments), cwd=str(cwd), stdout=str(stdout), stderr=str(stderr)
+            start=list(arguments),
+            cwd=str(cwd),
+            stdout=str(stdout),
+            stderr=str(stderr),
+            patch=patch,
+            program=program,
+            environment=dict(environment or {}),
         )
         return pid
 
@@ -63,9 +83,11 @@ def zygote() -> Zygote:
 
 
 def _serve() -> None:
+    from learner import cli as learner
+    from syncer import cli as syncer
     from syncer import server  # noqa: F401  what takes so long
-    from syncer.cli import main
 
+    programs = {"yeto-syncer": syncer.main, "yeto-learner": learner.main}
     ended: dict[int, int] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -73,7 +95,10 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 _become(request)
-                main(args=request["start"], prog_name="yeto-syncer")
+                if request["patch"] is not None:
+                    importlib.import_module(request["patch"]).install()
+                name = request["program"]
+                programs[name](args=request["start"], prog_name=name)
             answer: int | None = pid
         else:
             pid = request["poll"]
@@ -87,6 +112,7 @@ def _serve() -> None:
 
 def _become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
+    os.environ.update(request["environment"])
     null = os.open(os.devnull, os.O_RDONLY)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for target, source in (
