@@ -348,7 +348,9 @@ class Syncer:
         port: as the ready file names it.
     """
 
-    def __init__(self, directory: Path, *arguments: str, wait: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, wait: bool = True, patch: str | None = None
+    ) -> None:
         self.directory = directory
         self.ready_path = directory / "ready.json"
         self.tape = directory / "tape.jsonl"
@@ -366,7 +368,7 @@ class Syncer:
         defaults = [item for flag, value in options.items() if flag not in given
                     for item in (flag, value)]  # fmt: skip
         self.pid = zygote().start(
-            [*arguments, *defaults], directory, directory / "stdout.txt", self._stderr_path
+            [*arguments, *defaults], directory, directory / "stdout.txt", self._stderr_path, patch
         )
         self.port = 0
         if wait:

@@ -15,8 +15,8 @@ def syncer(tmp_path: Path) -> Iterator[Callable[..., Syncer]]:
     """Starts `yeto-syncer` with options; all in one directory."""
     started: list[Syncer] = []
 
-    def start(*arguments: str, wait: bool = True) -> Syncer:
-        process = Syncer(tmp_path, *arguments, wait=wait)
+    def start(*arguments: str, wait: bool = True, patch: str | None = None) -> Syncer:
+        process = Syncer(tmp_path, *arguments, wait=wait, patch=patch)
         started.append(process)
         return process
 
