@@ -353,7 +353,11 @@ def _decode_pull(payload: memoryview) -> Message:
 
 
 def _decode_push(payload: memoryview) -> Message:
-    return PushFragment(*_PUSH_HEAD.unpack_from(payload), payload[PUSH_HEAD_BYTES:])
+    learner, fragment, step, attempt, base, local, c_steps, c_tokens = _PUSH_HEAD.unpack_from(
+        payload
+    )
+    tensor = payload[PUSH_HEAD_BYTES:]
+    return PushFragment(learner, fragment, step, attempt, base, local, c_steps, c_tokens, tensor)
 
 
 def _decode_broadcast(payload: memoryview) -> Message:

@@ -77,7 +77,7 @@ def _deliver(session: Session, core: Connection, piece: bytes) -> int | None:
             elif isinstance(event, BadBudget):
                 return None
             else:
-                tensor_region(session, event.partial)
+                tensor_region(session, event.piece.partial)
         assert not core.blocked, "W32 cannot bite with fragments this small"
     return taken
 
