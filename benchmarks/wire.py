@@ -302,9 +302,13 @@ def compare(bench: Bench, report: Report, case: Case, size: int, rounds: int) ->
             raw = kind.startswith("raw")
             taken.extend((bench.raw(task) if raw else bench.product(task))[WARM:])
         peaks.append(bench.last_peak)
-    best = min(median(seconds["raw"]), median(seconds["raw-threads"]))
+    turn, threads = median(seconds["raw"]), median(seconds["raw-threads"])
+    best = min(turn, threads)
     product = median(seconds[case.kind])
-    rates = f"{size / product / 1e9:.2f} of {size / best / 1e9:.2f} GB/s"
+    rates = (
+        f"{size / product / 1e9:.2f} of {size / best / 1e9:.2f} GB/s "
+        f"(one thread {size / turn / 1e9:.2f}, a thread per socket {size / threads / 1e9:.2f})"
+    )
     report.add(case.metric, best / product, "ratio", rates)
     if case.metric == "push_s4_vs_raw":
         allowed = f"allowed: 1.15 + 64 MiB, here {1.15 + 64 * MIB / size:.2f}"
