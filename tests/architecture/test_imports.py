@@ -44,6 +44,12 @@ ONLY_IN = {
     "cryptography": {"wire.authority", "wire.tls"},
 }
 
+# Optional libraries are for the integration of that name only.
+INTEGRATIONS = {
+    "transformers": "learner.integrations.transformers",
+    "lightning": "learner.integrations.lightning",
+}
+
 # The modules of `yeto-learner`; the rest of the learner does not know what is trained.
 COMMAND = ("learner.cli", "learner.options", "learner.progress")
 
@@ -127,6 +133,8 @@ def problems_of(name: str) -> Iterator[str]:
             ):
                 yield f"{where}: only the command knows the tasks"
         elif top not in sys.stdlib_module_names and room not in AROUND:
+            if INTEGRATIONS.get(top) == name:
+                continue
             if top not in MAY_IMPORT_LIBRARIES[room]:
                 yield f"{where}: not among the libraries of {room}"
             elif room == "wire" and name not in ONLY_IN.get(top, {name}):
