@@ -89,6 +89,7 @@ class Group:
         )
         self._outbox = Outbox(counters or SendCounters())
         self._streams: dict[int, Stream] = {}
+        self._arriving: set[Stream] = set()
         self._data: list[int] = []
         self._ending = False
         self._pump_again = False
@@ -202,6 +203,10 @@ class Group:
 
     def attach(self, index: int, stream: Stream) -> None:
         """Take a socket into the group, as control (0) or data socket (1..S)."""
+        self._arriving.discard(stream)
+        if self.closed:
+            stream.abort()
+            return
         stream.owner = self
         self._streams[index] = stream
         if index == 0:
@@ -229,7 +234,12 @@ class Group:
         self._announced = True
 
     def on_connected(self, stream: Stream) -> None:
-        """Streams are connected before they attach."""
+        """A socket of a dial: what the syncer says at once is read at once."""
+        if self.closed:
+            stream.abort()
+        else:
+            self._arriving.add(stream)
+            self._inbound.add(stream)
 
     def on_bytes(self, stream: Stream) -> None:
         """See `StreamOwner`."""
@@ -363,7 +373,7 @@ class Group:
 
     def _close_sockets(self) -> None:
         """Control first: a peer must not see a data socket die before it (W38)."""
-        for _, stream in sorted(self._streams.items()):
+        for stream in (*(self._streams[index] for index in sorted(self._streams)), *self._arriving):
             stream.abort()
         self._sockets_closed = True
         self._announce_gone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -295,3 +296,75 @@ async def test_all_sockets_of_a_failed_dial_are_closed() -> None:
         for _ in range(3):
             peer = await sockets.get()
             await peer.frames()
+
+
+async def test_a_long_error_before_the_hello_is_read_at_once() -> None:
+    """More than a socket stages, sent as soon as the socket is there."""
+    text = "stopped: " + "x" * 60_000
+    async with listener() as (port, arrivals):
+        sink = Sink()
+        with ThreadPoolExecutor(1) as executor:
+            dialled = asyncio.create_task(
+                dial(
+                    HOST,
+                    port,
+                    hello(),
+                    sink=sink,
+                    executor=executor,
+                    counters=SendCounters(),
+                    timeouts=PATIENT,
+                )
+            )
+            peer = await arrivals.get()
+            peer.send(encode_frame(ErrorMessage(text)))
+            assert await sink.next() == ErrorMessage(text)
+            group = await dialled
+            group.close()
+            await group.wait_closed()
+            assert [kind for kind, _ in await peer.frames()] == [MessageType.HELLO]
+
+
+def large_hello(size: int) -> bytes:
+    """The frame of a HELLO of `size` bytes of payload that no one can read."""
+    return frame(MessageType.HELLO, bytes(size))
+
+
+async def test_large_hellos_take_turns_and_small_ones_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strangers hold a bounded amount of memory together, whoever they are (W6)."""
+    monkeypatch.setattr("wire.accept.LARGE_HELLOS_BYTES", 300_000)
+    async with Syncer() as syncer:
+        syncer.hesitate = True
+        large = syncer.acceptor.large
+        await bare(syncer, large_hello(200_000))
+        await until(lambda: len(syncer.newcomers) == 1)
+        second = await bare(syncer, large_hello(200_000))
+        await until(lambda: len(large) == 1)
+        await bare(syncer, encode_frame(hello(generation=5)))
+        await until(lambda: len(syncer.newcomers) == 2)
+        assert large.free == 100_000
+
+        # The payload is still being read when its socket goes: only the reader frees its room.
+        syncer.newcomers[0].drop()
+        assert large.free == 100_000
+        syncer.newcomers[0].payload_read()
+        await until(lambda: len(syncer.newcomers) == 3)
+        assert (large.free, len(large)) == (100_000, 0)
+        syncer.newcomers[2].refuse(REFUSAL)
+        assert (await second.error()).startswith("session-mismatch")
+        assert large.free == 300_000
+
+
+async def test_who_waits_for_a_turn_is_still_bound_to_the_handshake_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """W7: and a stranger that stops half way gives its room back."""
+    monkeypatch.setattr("wire.accept.LARGE_HELLOS_BYTES", 300_000)
+    async with Syncer(QUICK) as syncer:
+        half = large_hello(200_000)[:150_000]
+        peers = [await bare(syncer, half) for _ in range(4)]
+        for peer in peers:
+            assert await peer.frames() == []
+        assert (syncer.acceptor.large.free, len(syncer.acceptor.large)) == (300_000, 0)
+        await until(lambda: syncer.acceptor.connections == 0)
