@@ -48,6 +48,8 @@ _TASK = cs.CheckedText(
     f"an installed task: {', '.join(sorted(installed_tasks()))}",
 )
 _SWITCH = click.Choice(["on", "off"])
+_ALPHA = 0.5
+_ALPHA_OF_BLOCKING = 0.0  # classic DiLoCo goes on from the merged values
 
 
 def _option(name: str, kind: Any, default: Any, text: str, metavar: str | None = None) -> Any:
@@ -78,8 +80,9 @@ _OPTIONS = (
         "--matrix-merge", click.Choice(["rda", "iso"]), "rda", "How matrices are merged."
     ),
     _option(
-        "--merge-alpha", cs.Real(0, 1, open_high=True), 0.5,
-        "Share of the local values in the blend with a broadcast.",
+        "--merge-alpha", cs.Real(0, 1, open_high=True), None,
+        "Share of the local values in the blend with a broadcast "
+        "[default: 0.5; 0 with --sync-every].",
     ),
     _option("--wire-dtype", click.Choice(["f32", "bf16", "q4"]), "bf16", "Session dtype."),
     _option("--streams", cs.Whole(0, 256), 4, "Data sockets beside the control socket."),
@@ -95,6 +98,10 @@ _OPTIONS = (
     _option(
         "--learner-budget-steps", cs.Whole(1, cs.U32_MAX), None,
         "Budget run: train exactly this many steps, then report and finalize.",
+    ),
+    _option(
+        "--sync-every", cs.Whole(1), None,
+        "Synchronous DiLoCo: every so many steps wait until all fragments are merged.",
     ),
     _option(
         "--seed", cs.Whole(0, cs.I64_MAX), 0,
@@ -188,6 +195,9 @@ def read_options(values: Mapping[str, Any]) -> Options:
     learner_id = values["learner_id"]
     if learner_id is None:
         learner_id = default_learner_id(os.environ)
+    alpha = values["merge_alpha"]
+    if alpha is None:
+        alpha = _ALPHA if values["sync_every"] is None else _ALPHA_OF_BLOCKING
     try:
         config = LearnerConfig(
             connect=values["connect"],
@@ -195,7 +205,7 @@ def read_options(values: Mapping[str, Any]) -> Options:
             fragments=values["fragments"],
             fragment_pattern=values["fragment_pattern"],
             matrix_merge=values["matrix_merge"],
-            alpha=values["merge_alpha"],
+            alpha=alpha,
             wire_dtype=values["wire_dtype"],
             streams=values["streams"],
             error_feedback=values["error_feedback"] == "on",
@@ -203,6 +213,7 @@ def read_options(values: Mapping[str, Any]) -> Options:
             profile=values["profile"],
             max_local_steps=values["max_local_steps"],
             learner_budget_steps=values["learner_budget_steps"],
+            sync_every=values["sync_every"],
             output_dir=values["output_dir"],
             state_dir=values["state_dir"],
             state_every_steps=values["state_every_steps"],

@@ -101,6 +101,7 @@ def test_every_value_arrives(tmp_path) -> None:
         ("--max-local-steps", "0", ">= 1"),
         ("--learner-budget-steps", "0", "1 to 4294967295"),
         ("--learner-budget-steps", "4294967296", "1 to 4294967295"),
+        ("--sync-every", "0", ">= 1"),
         ("--seed", "-1", "0 to 9223372036854775807"),
         ("--seed", "9223372036854775808", "0 to 9223372036854775807"),
         ("--seq-len", "0", ">= 1"),
@@ -120,6 +121,16 @@ def test_a_bad_value_names_flag_value_and_range(flag: str, value: str, legal: st
     assert flag in text
     assert value[:40] in text
     assert legal in text
+
+
+def test_blocking_mode_goes_on_from_the_merged_values() -> None:
+    """Classic DiLoCo unless a share is asked for; without it the default of the table."""
+    assert (options().config.sync_every, options().config.alpha) == (None, 0.5)
+    config = options("--sync-every=5").config
+    assert (config.sync_every, config.alpha) == (5, 0.0)
+    assert options("--sync-every=5", "--merge-alpha=0.25").config.alpha == 0.25
+    text = refusal("--connect=h:1", "--sync-every=5", "--learner-budget-steps=5")
+    assert "sync_every cannot be combined with learner_budget_steps" in text
 
 
 @pytest.mark.parametrize(
