@@ -258,17 +258,28 @@ class Client:
             case Shutdown():
                 self.ended = "SHUTDOWN"
 
+    def take(self, kind: type[M]) -> M | None:
+        """The oldest unhandled message of `kind`, which is handled with this; None without one."""
+        for message in self._unread:
+            if isinstance(message, kind):
+                self._unread.remove(message)
+                return message
+        return None
+
+    def take_all(self) -> list[Message]:
+        """Every unhandled message, in order."""
+        messages = list(self._unread)
+        self._unread.clear()
+        return messages
+
     def expect(self, kind: type[M], timeout: float = WAIT) -> M:
-        """The next message of `kind`; others are noted and passed over."""
+        """Wait for a message of `kind`; others stay unhandled."""
         end = time.monotonic() + timeout
-        while True:
-            while self._unread:
-                message = self._unread.popleft()
-                if isinstance(message, kind):
-                    return message
+        while (message := self.take(kind)) is None:
             assert self.ended is None, f"ended by {self.ended} before a {kind.__name__}"
             assert time.monotonic() < end, f"no {kind.__name__}; last {self.received[-3:]}"
             self.poll(end - time.monotonic())
+        return message
 
     def until_end(self, timeout: float = WAIT) -> str:
         """Read until ERROR, SHUTDOWN or EOF; says which."""
@@ -303,6 +314,8 @@ def drive(
 ) -> None:
     """Let clients answer every PULL and the final cut, until `until` or until all have ended."""
     end = time.monotonic() + timeout
+    for client in clients:
+        _handle(client, delta, acknowledge)
     while not (until() if until else all(client.ended for client in clients)):
         owners = {sock: c for c in clients if c.ended is None for sock in c.sockets}
         assert owners, f"all ended: {[client.ended for client in clients]}"
@@ -310,14 +323,18 @@ def drive(
         assert left > 0, f"not there in {timeout} s; ended: {[c.ended for c in clients]}"
         ready, _, _ = select.select(list(owners), [], [], min(left, 0.1))
         for sock in ready:
-            client = owners[sock]
-            for message in client.feed(sock):
-                if isinstance(message, PullRequest):
-                    client.push(message, delta(client, message))
-                elif not isinstance(message, FinalFragment | FinalManifest):
-                    continue
-                elif acknowledge and client.has_cut:
-                    client.acknowledge()
+            for _ in owners[sock].feed(sock):
+                _handle(owners[sock], delta, acknowledge)
+
+
+def _handle(client: Client, delta: Delta, acknowledge: bool) -> None:
+    for message in client.take_all():
+        if isinstance(message, PullRequest):
+            client.push(message, delta(client, message))
+        elif not isinstance(message, FinalFragment | FinalManifest):
+            continue
+        elif acknowledge and client.has_cut:
+            client.acknowledge()
 
 
 def encode(values: np.ndarray, dtype: DType) -> bytes:

@@ -109,7 +109,8 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
-    assert "--host 192.0.2.1 is no address" in refused(tmp_path, "--host", "192.0.2.1")
+    message = refused(tmp_path, "--host", "192.0.2.1", "--insecure")
+    assert "--host 192.0.2.1 is no address" in message
 
 
 def test_an_existing_checkpoint_needs_a_decision(tmp_path: Path) -> None:
@@ -206,9 +207,13 @@ def test_it_works_as_typed_in_the_readme(tmp_path: Path) -> None:
     assert process.wait(10) == 0
 
 
-def test_a_foreign_address_is_announced_with_a_warning(syncer: Start) -> None:
-    process = syncer("--host", "0.0.0.0")
-    assert "warning: --host 0.0.0.0" in process.stderr
+def test_a_foreign_address_needs_protection_or_a_decision(syncer: Start, tmp_path: Path) -> None:
+    """S20."""
+    message = refused(tmp_path, "--host", "0.0.0.0")
+    assert all(way in message for way in ("--auth-key-file", "--tls-client-ca", "--insecure"))
+    process = syncer("--host", "0.0.0.0", "--insecure")
+    assert "warning: " in process.stderr
+    assert "0.0.0.0" in process.stderr
 
 
 def test_options_without_effect_are_warned_about(syncer: Start) -> None:

@@ -59,12 +59,11 @@ def honest(running: Syncer) -> Iterator[Client]:
 
 def next_pull(honest: Client, client: Client) -> PullRequest:
     """A PULL to `client`; the honest learner answers its own meanwhile."""
-    pulls: list[PullRequest] = []
-    while not pulls:
+    while (pull := client.take(PullRequest)) is None:
         version = honest.versions[0]
         drive([honest], until=lambda: honest.versions[0] > version)  # noqa: B023
-        pulls = [m for m in client.poll(0.05) if isinstance(m, PullRequest)]
-    return pulls[-1]
+        client.poll(0.05)
+    return pull
 
 
 @pytest.fixture(autouse=True)
