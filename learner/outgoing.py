@@ -100,7 +100,7 @@ class Outgoing:
             self._shared.fail(_lost_report())
             return
         group.send_control(BudgetDone(steps))
-        self._follow(self._confirm_reported(group))
+        self._follow(self._confirm_reported(group.control_sent()))
 
     async def stop(self) -> None:
         """End what is being encoded or awaited."""
@@ -186,9 +186,10 @@ class Outgoing:
                 self._shared.acknowledged = True
             self._shared.advance()
 
-    async def _confirm_reported(self, group: Group) -> None:
-        await group.flush()
-        if group.closed:
+    async def _confirm_reported(self, sent: asyncio.Future[bool]) -> None:
+        # Only the report counts: the syncer closes once it has all of them, and a push that still
+        # waits in another socket then is lost with its round (C72).
+        if not await sent:
             self._shared.fail(_lost_report())
 
     def _follow(self, work: Coroutine[None, None, None]) -> None:

@@ -97,6 +97,7 @@ class Group:
         self._announced = session.role is Role.SYNCER
         self._reported = False
         self._flushers: list[asyncio.Future[None]] = []
+        self._control_flushers: list[asyncio.Future[bool]] = []
         self._sockets_closed = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._watch = Watch(timeouts, self._check_liveness)
@@ -171,6 +172,19 @@ class Group:
             waiter = self._loop.create_future()
             self._flushers.append(waiter)
             await waiter
+
+    def control_sent(self) -> asyncio.Future[bool]:
+        """Done once all control output queued so far is in the kernel, whatever bulk still waits.
+
+        Its result is False when the group closed before that.
+        """
+        sent: asyncio.Future[bool] = self._loop.create_future()
+        self._control_flushers.append(sent)
+        if self.closed:
+            self._settle_control(False)
+        else:
+            self._pump()
+        return sent
 
     # -- back-pressure -----------------------------------------------------------------------
 
@@ -314,6 +328,8 @@ class Group:
                 frames.append(frame)
                 size += len(frame)
             control.write(frames)
+        if control is not None and not control.busy:
+            self._settle_control(True)
 
     def _write_bulk(self) -> None:
         for _ in range(SLICES_PER_TURN):
@@ -336,6 +352,12 @@ class Group:
             if not waiter.done():
                 waiter.set_result(None)
         self._flushers.clear()
+
+    def _settle_control(self, sent: bool) -> None:
+        for waiter in self._control_flushers:
+            if not waiter.done():
+                waiter.set_result(sent)
+        self._control_flushers.clear()
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -361,6 +383,7 @@ class Group:
         self._outbox = Outbox(SendCounters())
         self._inbound.stop()
         self._wake_flushers()
+        self._settle_control(False)
         if self._on_gone is not None:
             self._on_gone(self)
         control = self._streams.get(0)

@@ -400,6 +400,31 @@ def test_w45_control_does_not_wait_behind_bulk(run: Run) -> None:
     run(main())
 
 
+def test_l40_a_report_is_sent_though_a_push_is_stuck(run: Run) -> None:
+    """The end of the connection, right after it, leaves the push behind and not the report."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, at_learner = await join(syncer, hello(1, layout=BIG))
+            group, _ = await syncer.group()
+            await until(lambda: group.attached == 1)
+            group._streams[1].transport.pause_reading()
+            for key in range(5):
+                learner.send_bulk(key, push(0, data=raw(ramp(0))))
+            flushing = asyncio.create_task(learner.flush())
+            learner.send_control(BudgetDone(7))
+            assert await learner.control_sent()
+            assert not flushing.done()
+            sent = learner.control_sent()
+            group.close()
+            await at_learner.end()
+            await flushing
+            assert sent.result()
+            assert await learner.control_sent() is False
+
+    run(main())
+
+
 def test_w45_control_goes_between_two_chunks_of_stream_0(run: Run) -> None:
     async def main() -> None:
         async with Syncer() as syncer:
