@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -91,4 +92,15 @@ def main(context: click.Context, /, **values: Any) -> None:
     except StopBeforeStart:
         code = 1 if options.mark_final_checkpoint else 0
         click.echo("stopped by a signal before the start", err=True)
-    context.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: everything is written and closed.
+
+    A merge may still run in its thread; nobody wants its result, and an ordinary exit would wait
+    for it, and then take the libraries down one by one.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -49,8 +49,12 @@ def run(
     """One run of the syncer, from the lock to the exit code (C84)."""
     try:
         launched = launch(options, timeouts)
-        with launched.cleanup, asyncio.Runner(loop_factory=loop_factory) as runner:
-            return runner.run(serve(launched))
+        with launched.cleanup:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                code = runner.run(serve(launched))
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # a late one must not change the exit code
+            return code
     except StartRefused as error:
         LOGGER.error("%s", error)
         return 2

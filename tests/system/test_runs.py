@@ -126,6 +126,15 @@ def test_a_signal_before_the_barrier_has_nothing_to_finalize(
     assert not process.ready_path.exists()
 
 
+def test_impatient_signals_do_not_change_the_exit_code(syncer: Start) -> None:
+    """C82: what comes after the first one meets a process that is ending already."""
+    process = syncer()
+    for _ in range(20):
+        if process.poll() is None:
+            process.signal()
+    assert process.wait() == 0
+
+
 def test_an_early_learner_gets_the_model_before_the_barrier(syncer: Start, join: Join) -> None:
     """C9: fragment-major, in version 0, and no PULL before the quorum is there (C8)."""
     process = syncer("--quorum", "2")
