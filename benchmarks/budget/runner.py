@@ -226,12 +226,17 @@ class ArmRun:
         def done() -> bool:
             for other in alive:
                 if (code := programs.exit_code(other)) is not None:
-                    raise CaseFailed(f"{other} ended with exit code {code} before the cutoff")
+                    raise CaseFailed(
+                        f"{other} ended with exit code {code} before the cutoff: "
+                        f"{self._last_words(programs, other)}"
+                    )
             return programs.exit_code(name) is not None
 
         self._wait(programs, f"{name} to end", done)
         if (code := programs.exit_code(name)) != 0:
-            raise CaseFailed(f"{name} ended with exit code {code}: {self._last_words(name)}")
+            raise CaseFailed(
+                f"{name} ended with exit code {code}: {self._last_words(programs, name)}"
+            )
 
     def _wait(
         self, programs: Programs, what: str, condition: Callable[[], bool], ends: str | None = None
@@ -242,14 +247,19 @@ class ArmRun:
             line = programs.next_line(TICK_S)
             if line is not None:
                 self._said.setdefault(line.program, []).append(line.message)
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise CaseFailed(f"waited {self._sizes.timeout_s} s for {what}")
-            elif ends is not None and programs.exit_code(ends) is not None:
-                raise CaseFailed(f"{ends} ended early: {self._last_words(ends)}")
+            if ends is not None and programs.exit_code(ends) is not None:
+                raise CaseFailed(f"{ends} ended early: {self._last_words(programs, ends)}")
+        self._hear(programs)
+
+    def _hear(self, programs: Programs) -> None:
+        """Take every line that has been written so far."""
         while (line := programs.next_line(0)) is not None:
             self._said.setdefault(line.program, []).append(line.message)
 
-    def _last_words(self, name: str) -> str:
+    def _last_words(self, programs: Programs, name: str) -> str:
+        self._hear(programs)
         return " | ".join(self._said.get(name, ["it said nothing"])[-3:])
 
     def _must_have_said(self, name: str, text: str) -> list[str]:
