@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 
 import torch
 from rich.console import Console
@@ -154,5 +156,11 @@ def _not_negative(text: str) -> float:
     return value
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM ends the benchmark as Ctrl-C does: no program of it is left running."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

@@ -31,6 +31,7 @@ class CheckpointFacts:
         verified: its sums file vouches for every section (K15).
         marked: the marker names exactly its step (K21).
         has_marker: there is a file under the marker's name, whatever it says.
+        leftovers: names of temporary files beside it.
     """
 
     step: int
@@ -42,6 +43,7 @@ class CheckpointFacts:
     verified: bool
     marked: bool
     has_marker: bool
+    leftovers: tuple[str, ...]
 
 
 def events(records: Sequence[TapeRecord], name: str) -> list[EventRecord]:
@@ -282,6 +284,8 @@ def _ledger_growth(
 def _checkpoint(file: CheckpointFacts, expected: Expected, step: int) -> Iterator[str]:
     for problem in file.problems:
         yield f"K16: the checkpoint is refused: {problem}"
+    for name in file.leftovers:
+        yield f"K14: {name} was left beside the checkpoint"
     if not file.verified:
         yield "K15: no sums file vouches for the checkpoint"
     if file.step != step:

@@ -38,6 +38,8 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
         CheckpointRefused: it is not even readable.
     """
     found = inspect_file(path)
+    names = found.names
+    temporary = (names.spare, names.previous, names.sums_temporary, names.marker_temporary)
     return CheckpointFacts(
         step=found.structure.header.global_step,
         versions=tuple(head.version for head in found.structure.fragments),
@@ -47,7 +49,8 @@ def checkpoint_facts(path: Path) -> CheckpointFacts:
         problems=tuple(str(problem) for problem in found.problems()),
         verified=found.integrity == "verified",
         marked=found.marked_final,
-        has_marker=found.names.marker.exists(),
+        has_marker=names.marker.exists(),
+        leftovers=tuple(item.name for item in temporary if item.exists()),
     )
 
 

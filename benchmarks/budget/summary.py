@@ -111,6 +111,7 @@ def report_text(records: Sequence[Record], missing: Sequence[str], sizes: Sizes)
     verdict = "All checks of all runs hold."
     if failed or missing:
         verdict = f"**{len(failed)} runs failed, {len(missing)} are missing.**"
+    alone = [record.key for record in records if record.cutoff_step == 0]
     lines = [
         "# Equal budgets: cutoff, consolidation and a synchronous baseline",
         "",
@@ -118,6 +119,14 @@ def report_text(records: Sequence[Record], missing: Sequence[str], sizes: Sizes)
         f"tokens; the baseline of M learners trains {sizes.steps} steps on the union of their "
         "batches. Losses are held-out nats per byte, lower is better.",
         "",
+        *(
+            [
+                f"No round was committed before the cutoff of {', '.join(alone)}: give more steps.",
+                "",
+            ]
+            if alone
+            else []
+        ),
         "![held-out losses](report.png)",
         "",
         "| arm | M | passed | held-out | baseline | gap | rounds before the cutoff | replay | "

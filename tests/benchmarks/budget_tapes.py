@@ -119,6 +119,7 @@ def cutoff_file(cut: int = CUT) -> CheckpointFacts:
         verified=True,
         marked=False,
         has_marker=False,
+        leftovers=(),
     )
 
 

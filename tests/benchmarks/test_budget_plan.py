@@ -200,6 +200,9 @@ def test_summary_and_report() -> None:
     assert "| m2 | 2 | 1 of 1 | 3.0000 | 2.5000 | +0.5000 | 7 | same bits |" in text
     assert "**1 runs failed, 1 are missing.**" in text
     assert "* C76: x" in text
+    assert "No round" not in text
+    early = report_text([replace(RECORD, cutoff_step=0)], [], SIZES)
+    assert "No round was committed before the cutoff of m2/seed0" in early
     assert {row[0]: row[1] for row in rows([BASELINE, RECORD, failed])} == {
         "budget_runs_passed": 2,
         "budget_loss_m2": 3.0,
