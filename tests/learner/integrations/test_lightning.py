@@ -48,7 +48,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.count == 1:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
         return [torch.optim.SGD([p], lr=0.05) for p in self.parameters()]
 
 
