@@ -48,21 +48,20 @@ def exported(training: Training, learner: str) -> dict[str, torch.Tensor]:
 def test_a_killed_learner_does_not_stop_the_run(training: Training) -> None:
     """C16-C21: three learners, kill -9 of one in the middle; the tape shows who answered."""
     training.start_syncer(
-        "--quorum=2", "--total-steps=60", "--min-round-interval-ms=60", "--grace-ms=300",
+        "--quorum=3", "--total-steps=100", "--min-round-interval-ms=60",
         "--mark-final-checkpoint",
     )  # fmt: skip
     for number in range(3):
         training.start_learner(number)
-    training.wait_for_commits(3, lambda commit: ids(commit.responded) == {0, 1, 2})
-    before = len(training.commits())
+    training.wait_for_commits(3)
     training.signal("learner-2", signal.SIGKILL)
 
     training.wait_for_exit("syncer", "learner-0", "learner-1")
     training.wait_for_exit("learner-2", code=-signal.SIGKILL)
     commits = training.commits()
     assert_contiguous(training)
-    assert len(commits) == 60
-    assert before < 60
+    assert len(commits) == 100
+    assert ids(commits[0].responded) == {0, 1, 2}
     assert ids(commits[-1].responded) == {0, 1}
     assert all(len(commit.responded) >= commit.quorum >= 2 for commit in commits)
     assert training.model("learner-0") == training.model("learner-1")
