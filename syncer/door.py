@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -85,7 +87,7 @@ class Door:
 
 
 class LayoutMemo:
-    """`parse_layout` for one thread that knows the layout it read last.
+    """`parse_layout` for one thread that knows the layout it read last, while someone uses it.
 
     The learners of a run all send the same one. A second reading of a layout of a million
     fragments would take seconds, and memory for as long as that learner is connected.
@@ -93,15 +95,15 @@ class LayoutMemo:
 
     def __init__(self) -> None:
         self._raw = b""
-        self._layout: NumericLayout | None = None
+        self._layout: Callable[[], NumericLayout | None] = lambda: None
 
     def __call__(self, data: memoryview, count: int) -> tuple[NumericLayout, int]:
         """See `wire.layout.parse_layout`."""
-        layout, used = self._layout, len(self._raw)
+        layout, used = self._layout(), len(self._raw)
         if layout is not None and len(layout) == count and bytes(data[:used]) == self._raw:
             return layout, used
         layout, used = parse_layout(data, count)
-        self._raw, self._layout = bytes(data[:used]), layout
+        self._raw, self._layout = bytes(data[:used]), weakref.ref(layout)
         return layout, used
 
 

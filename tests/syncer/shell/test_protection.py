@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -14,9 +15,11 @@ from click.testing import CliRunner
 from syncer.door import LayoutMemo, warn_of_exposure
 from syncer.options import SyncerOptions, resolve, syncer_options
 from syncer.protection import Protection, protect
+from tests.syncer.shell.fakes import LAYOUT, Bench, FakeGroup, FakeNewcomer, hello
 from tests.system.security import Certificates, key_file, key_of
 from wire.errors import ProtocolError
-from wire.layout import parse_layout
+from wire.layout import NumericLayout, parse_layout
+from wire.messages import Hello
 from wire.security import SecurityRefused
 
 
@@ -150,3 +153,27 @@ def test_a_known_layout_is_not_read_again() -> None:
         with pytest.raises(ProtocolError):
             read(memoryview(data), count)
     assert read(memoryview(raw(3) + tail), 1)[0] == parse_layout(memoryview(raw(3)), 1)[0]
+
+
+class Recorder(FakeNewcomer):
+    """Notes the HELLO that is adopted."""
+
+    adopted: Hello | None = None
+
+    def adopt(self, hello: Hello, sink: object) -> FakeGroup:
+        self.adopted = hello
+        return super().adopt(hello, sink)
+
+
+async def test_learners_of_a_run_share_one_layout() -> None:
+    """However many read it anew: it may be large."""
+    bench = Bench()
+    layouts = []
+    for number in range(2):
+        newcomer = Recorder()
+        own = NumericLayout(tuple(LAYOUT.fragments))
+        bench.actor.hello(newcomer, replace(hello(number), layout=own))  # type: ignore[arg-type]
+        assert newcomer.adopted is not None
+        layouts.append(newcomer.adopted.layout)
+    assert layouts[0] is layouts[1]
+    bench.workers.shutdown()
