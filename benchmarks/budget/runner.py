@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from wire.layout import NamedLayout
 
 TICK_S = 0.1
 CUTOFF, CONSOLIDATION = "cutoff", "consolidation"
+CONNECTED = "connected to the syncer"
 WRITTEN = "learner-budget cutoff checkpoint written"
 ACKNOWLEDGED = "all learners acknowledged final cut"
 
@@ -188,8 +190,32 @@ class ArmRun:
                 data=None if self._data is None else str(self._data),
             )
             programs.start(name, "yeto-learner", *flags)
+        self._start_together(programs)
         self._wait_for_exit(programs, CUTOFF, alive=self._names)
         return port
+
+    def _start_together(self, programs: Programs) -> None:
+        """Hold every learner where it is connected, until all are.
+
+        A learner trains from then on; on a busy machine the first would have spent its budget
+        before the last is there, and nothing would have been merged on the way.
+        """
+        held: list[str] = []
+
+        def all_held() -> bool:
+            for name in self._names:
+                if (code := programs.exit_code(name)) is not None:
+                    raise self._ended_early(programs, name, code)
+                if name not in held and not self._must_have_said(name, CONNECTED):
+                    programs.signal(name, signal.SIGSTOP)
+                    held.append(name)
+            return len(held) == len(self._names)
+
+        try:
+            self._wait(programs, "all learners to connect", all_held, ends=CUTOFF)
+        finally:
+            for name in held:
+                programs.signal(name, signal.SIGCONT)
 
     def _consolidate(
         self,
@@ -226,10 +252,7 @@ class ArmRun:
         def done() -> bool:
             for other in alive:
                 if (code := programs.exit_code(other)) is not None:
-                    raise CaseFailed(
-                        f"{other} ended with exit code {code} before the cutoff: "
-                        f"{self._last_words(programs, other)}"
-                    )
+                    raise self._ended_early(programs, other, code)
             return programs.exit_code(name) is not None
 
         self._wait(programs, f"{name} to end", done)
@@ -252,6 +275,10 @@ class ArmRun:
             if ends is not None and programs.exit_code(ends) is not None:
                 raise CaseFailed(f"{ends} ended early: {self._last_words(programs, ends)}")
         self._hear(programs)
+
+    def _ended_early(self, programs: Programs, name: str, code: int) -> CaseFailed:
+        words = self._last_words(programs, name)
+        return CaseFailed(f"{name} ended with exit code {code} before the cutoff: {words}")
 
     def _hear(self, programs: Programs) -> None:
         """Take every line that has been written so far."""

@@ -14,7 +14,7 @@ from benchmarks.budget.results import Record, parse_line
 from tests.system.training import TEXT
 
 TINY = (
-    "--arms=m2", "--seeds=3", "--steps=30", "--fragments=2", "--layers=1", "--width=16",
+    "--arms=m2", "--seeds=3", "--steps=400", "--fragments=2", "--layers=1", "--width=16",
     "--heads=2", "--seq-len=16", "--batch-size=2", "--sync-interval-steps=2",
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_cutoff_consolidation_and_proof(tmp_path: Path, capsys: pytest.CaptureFi
     assert (baseline.key, arm.key) == ("baseline-m2/seed3", "m2/seed3")
     assert arm.passed
     assert arm.violations == ()
-    assert arm.tokens == baseline.tokens == 2 * 30 * 2 * 16
+    assert arm.tokens == baseline.tokens == 2 * 400 * 2 * 16
     assert arm.initial_loss == baseline.initial_loss
     assert arm.fragments == 2
     assert arm.bits_equal
