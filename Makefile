@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := wire merge checkpoint rounds budget
+BENCHMARKS := wire merge checkpoint rounds budget stall
 FUZZ_SECONDS ?= 60
 
 .PHONY: help demo test test-all lint bench fuzz clean
