@@ -16,10 +16,11 @@ from concurrent.futures import Executor
 
 from torch import Tensor
 
+from learner import hints
 from learner.errors import LearnerError, ProtocolFault, SyncerRefused, TransportRefused
 from learner.session import Mode, Received
 from learner.shared import Shared
-from wire.errors import ProtocolError, readable
+from wire.errors import ProtocolError
 from wire.group import Group
 from wire.limits import Session as WireSession
 from wire.messages import (
@@ -67,6 +68,7 @@ class Link:
         self._executor = executor
         self._acknowledge = acknowledge
         self._opened = False
+        self._heard = False
         self._early: list[Message] = []
         self._fragments: deque[Broadcast | FinalFragment] = deque()
         self._wake = asyncio.Event()
@@ -79,6 +81,7 @@ class Link:
         """A checked message; see `wire.group.GroupSink`."""
         del arrived
         self.group = group
+        self._heard = True
         if isinstance(message, Broadcast | FinalFragment):
             group.hold()
         if self._opened:
@@ -92,7 +95,7 @@ class Link:
         self._gone = True
         fatal: LearnerError | None = transport_error(group.cause)
         if group.fault is not None:
-            fatal = ProtocolFault(f"the syncer broke the protocol: {group.fault}")
+            fatal = ProtocolFault(hints.fault(group.fault, heard=self._heard))
         if fatal is not None:
             self._shared.fail(fatal)
         if not self._opened:
@@ -109,9 +112,9 @@ class Link:
         """What makes a failed dial fatal: an ERROR or a fault that came meanwhile (L13)."""
         for message in self._early:
             if isinstance(message, ErrorMessage):
-                return SyncerRefused(readable(message.text))
+                return SyncerRefused(hints.refusal(message.text))
         if self.group is not None and self.group.fault is not None:
-            return ProtocolFault(f"the syncer broke the protocol: {self.group.fault}")
+            return ProtocolFault(hints.fault(self.group.fault, heard=self._heard))
         return None
 
     def open(self, group: Group) -> None:
@@ -171,7 +174,7 @@ class Link:
                         session.shutdown(self.generation)
                     self._shared.advance()
                 case ErrorMessage(text):
-                    self._shared.fail(SyncerRefused(readable(text)))
+                    self._shared.fail(SyncerRefused(hints.refusal(text)))
                 case _:
                     raise AssertionError(f"a learner cannot read {type(message).__name__}")
         except ProtocolError as error:
