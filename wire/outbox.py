@@ -122,8 +122,8 @@ class Outbox:
     ) -> None:
         """Queue a tensor message in the slot `key`, in place of an unsent one there (W46, W49).
 
-        A replacement keeps the place in the order that the slot had. `on_sent` comes back with the last
-        slice.
+        A replacement keeps the place in the order that the slot had. `on_sent` comes back with
+        the last slice.
         """
         head, body = frame_parts(message)
         waiting = _Waiting(head, memoryview(body).cast("B"), on_sent)
