@@ -83,7 +83,8 @@ class Group:
         self._sink = sink
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
-        self._pool = pool or SlabPool()
+        # A group of its own handles one message after the other: one slab waits for the next.
+        self._pool = pool or SlabPool(keep=1)
         self._inbound = Inbound(
             session, self, executor, self._pool, report_bad_budget=report_bad_budget
         )

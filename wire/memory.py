@@ -63,7 +63,9 @@ class Slab:
 class SlabPool:
     """Slabs that wait for another message. Taken from by one thread, given back to by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int | None = None) -> None:
+        """`keep`: how many may wait, the ones used last; None: any number."""
+        self._keep = keep
         self._idle: list[Slab] = []
         self._returned: deque[Slab] = deque()
 
@@ -96,6 +98,8 @@ class SlabPool:
             slab = self._returned.popleft()
             slab.idle_since = now
             self._idle.append(slab)
+        if self._keep is not None:
+            del self._idle[: max(0, len(self._idle) - self._keep)]
         if now:
             for slab in self._idle:
                 slab.idle_since = slab.idle_since or now

@@ -189,6 +189,15 @@ def test_idle_memory_is_given_up() -> None:
     assert pool._idle == []
 
 
+def test_only_so_much_memory_waits() -> None:
+    pool = SlabPool(keep=1)
+    for size in (HUGE, 3 * HUGE):
+        del Landing(size, 0, pool, recycled=True).view
+    gc.collect()
+    pool.age(100.0)
+    assert [slab.capacity for slab in pool._idle] == [3 * HUGE]
+
+
 # -- any interleaving --------------------------------------------------------------------------
 
 
