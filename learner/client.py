@@ -28,6 +28,7 @@ from learner.outgoing import Outgoing, Push
 from learner.session import Mode
 from learner.shared import Shared
 from wire.dial import dial
+from wire.errors import ProtocolError
 from wire.group import Group, SendCounters, Timeouts
 from wire.loop import new_event_loop
 from wire.messages import Hello, InitParams
@@ -315,6 +316,8 @@ class NetworkClient:
                 server_name=self._transport.server_name,
                 seal=self._transport.seal,
             )
+        except ProtocolError as problem:
+            raise link.early_error() or link.fault(problem) from problem
         except OSError as error:
             fatal = link.early_error() or transport_error(error)
             if fatal is not None:

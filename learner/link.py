@@ -95,7 +95,7 @@ class Link:
         self._gone = True
         fatal: LearnerError | None = transport_error(group.cause)
         if group.fault is not None:
-            fatal = ProtocolFault(hints.fault(group.fault, heard=self._heard))
+            fatal = self.fault(group.fault)
         if fatal is not None:
             self._shared.fail(fatal)
         if not self._opened:
@@ -109,13 +109,15 @@ class Link:
     # -- the client -------------------------------------------------------------------------
 
     def early_error(self) -> LearnerError | None:
-        """What makes a failed dial fatal: an ERROR or a fault that came meanwhile (L13)."""
+        """What makes a failed dial fatal: an ERROR that came meanwhile (L13)."""
         for message in self._early:
             if isinstance(message, ErrorMessage):
                 return SyncerRefused(hints.refusal(message.text))
-        if self.group is not None and self.group.fault is not None:
-            return ProtocolFault(hints.fault(self.group.fault, heard=self._heard))
         return None
+
+    def fault(self, problem: ProtocolError) -> ProtocolFault:
+        """What to raise when the other side broke the protocol (L13, W40)."""
+        return ProtocolFault(hints.fault(problem, heard=self._heard))
 
     def open(self, group: Group) -> None:
         """The dial succeeded and the session knows the generation: handle what came."""

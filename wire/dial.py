@@ -41,6 +41,7 @@ async def dial(
 
     Raises:
         OSError: no connection in time, or it was closed at once. TlsFailure is one.
+        ProtocolError: the other side broke the protocol at once.
     """
     timeouts = timeouts or Timeouts()
     stall = timeouts.stall
@@ -75,6 +76,8 @@ async def dial(
         group.confirm()
     except BaseException as error:
         group.close()
+        if group.fault is not None:
+            raise group.fault from error
         reason = _reason(error, f"no connection to {host}:{port} in {timeouts.dial:g} s")
         if reason is error:
             raise
