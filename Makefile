@@ -4,11 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-BENCHMARKS := wire merge checkpoint rounds stall budget stall
+BENCHMARKS := wire merge checkpoint rounds stall budget quality
 FUZZ_SECONDS ?= 60
-ROOMS := tests/wire tests/checkpoint tests/syncer tests/fuzz
 
-.PHONY: help demo test test-rooms test-runs test-all lint bench fuzz clean
+.PHONY: help demo test test-rooms test-runs test-walls test-all lint bench fuzz clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,14 +16,17 @@ help: ## list the targets
 demo: $(VENV)/.plots ## three learners train one model through a syncer, under three minutes
 	$(BIN)/python -m benchmarks.demo
 
-test: $(VENV)/.dev ## the tests, without the long runs, in two halves side by side
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-rooms test-runs
+test: $(VENV)/.dev ## the tests, without the long runs, in three parts side by side
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-rooms test-runs test-walls
 
-test-rooms: $(VENV)/.dev ## half of the tests: wire, checkpoint, syncer
-	$(BIN)/python -m pytest -m "not slow" $(ROOMS)
+test-rooms: $(VENV)/.dev ## everything but whole runs of real processes
+	$(BIN)/python -m pytest -m "not slow" --ignore=tests/system
 
-test-runs: $(VENV)/.dev ## the other half: learner, whole runs of real processes, benchmarks
-	$(BIN)/python -m pytest -m "not slow" $(addprefix --ignore=,$(ROOMS))
+test-runs: $(VENV)/.dev ## real processes: rounds, budget, kills
+	$(BIN)/python -m pytest -m "not slow" $(wildcard tests/system/test_[a-r]*.py)
+
+test-walls: $(VENV)/.dev ## real processes: starts, strangers, security, training
+	$(BIN)/python -m pytest -m "not slow" $(wildcard tests/system/test_[s-z]*.py)
 
 test-all: $(VENV)/.dev ## all tests
 	$(BIN)/python -m pytest

@@ -60,7 +60,7 @@ def test_the_first_report_cancels_whole_rounds_and_nothing_follows(
     pull = one.expect(PullRequest)
     while pull.step < 3:
         pull = one.expect(PullRequest)
-    one.push(pull, np.ones(6, np.float32))
+    one.push(pull, np.ones(INIT[pull.fragment].size, np.float32))
     one.send(BudgetDone(BUDGET))
     seen = max(two.versions.values())
     two.heartbeat()
