@@ -171,16 +171,18 @@ def test_the_loop_waits_only_at_the_boundary() -> None:
 def test_a_round_that_runs_ahead_waits_for_the_next_boundary() -> None:
     """A PULL may overtake the broadcast before it; the same progress is never pushed twice."""
     with scripted_syncer() as syncer:
-        _, learner = blocking(syncer.port, sync_every=1)
+        _, learner = blocking(syncer.port, sync_every=1, final_timeout_s=PATIENCE_S)
         steps: list[int] = []
 
         def script() -> None:
             syncer.accepted()
             syncer.expect(InitParams)
             syncer.broadcast(0, 0, values(9, 1))
+            syncer.pull(0, 1, 1)
             for step in (1, 2):
                 for attempt in (1, 2):
-                    syncer.pull(0, step, attempt)
+                    if attempt > 1:
+                        syncer.pull(0, step, attempt)
                     push = syncer.expect(PushFragment)
                     assert (push.step, push.attempt, push.base_version) == (step, attempt, step - 1)
                     steps.append(push.local_step)
