@@ -52,6 +52,7 @@ class Batches:
 
 
 def main() -> None:
+    """Train until the syncer ends the run."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     options = parser(__doc__ or "").parse_args()

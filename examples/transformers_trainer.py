@@ -31,6 +31,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def build_model(lora: bool) -> torch.nn.Module:
+    """A tiny GPT-2 from its configuration; with `lora`, frozen but for its adapters."""
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=256, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
@@ -45,6 +46,7 @@ def build_model(lora: bool) -> torch.nn.Module:
 
 
 def main() -> None:
+    """Train until the syncer ends the run."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = parser(__doc__ or "")
     arguments.add_argument("--lora", action="store_true", help="train adapters only (needs peft)")

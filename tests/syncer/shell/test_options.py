@@ -12,21 +12,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from syncer.options import SyncerOptions, resolve, syncer_options, worker_timeouts
+from syncer.options import worker_timeouts
 
-
-@click.command()
-@syncer_options
-@click.pass_context
-def program(context: click.Context, **values: object) -> None:
-    context.obj.append(resolve(values, context))
-
-
-def parse(*arguments: str) -> SyncerOptions:
-    found: list[SyncerOptions] = []
-    result = CliRunner().invoke(program, arguments, obj=found)
-    assert result.exit_code == 0, result.output
-    return found[0]
+from .parsing import parse, program
 
 
 def refusal(*arguments: str) -> str:

@@ -8,12 +8,10 @@ import struct
 from dataclasses import replace
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from syncer.door import LayoutMemo, warn_of_exposure
-from syncer.options import SyncerOptions, resolve, syncer_options
 from syncer.protection import Protection, protect
 from tests.syncer.shell.fakes import LAYOUT, Bench, FakeGroup, FakeNewcomer, hello
 from tests.system.security import Certificates, key_file, key_of
@@ -22,19 +20,7 @@ from wire.layout import NumericLayout, parse_layout
 from wire.messages import Hello
 from wire.security import SecurityRefused
 
-
-@click.command()
-@syncer_options
-@click.pass_context
-def program(context: click.Context, **values: object) -> None:
-    context.obj.append(resolve(values, context))
-
-
-def parse(*arguments: str) -> SyncerOptions:
-    found: list[SyncerOptions] = []
-    result = CliRunner().invoke(program, arguments, obj=found)
-    assert result.exit_code == 0, result.output
-    return found[0]
+from .parsing import parse, program
 
 
 def protection(*arguments: str, **environ: str) -> Protection:
