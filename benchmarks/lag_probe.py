@@ -29,10 +29,10 @@ _merging = threading.Event()
 def watched(merge: Any) -> Any:
     """Notes when a merge runs; everything else is the product's own code."""
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         _merging.set()
         try:
-            return merge(*arguments)
+            return merge(*arguments, **named)
         finally:
             _merging.clear()
 

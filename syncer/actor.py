@@ -27,6 +27,7 @@ from syncer.broadcasts import Broadcasts
 from syncer.links import Link
 from syncer.logs import LEVELS, LOGGER, Progress, RateLimited
 from syncer.merge.engine import merge_round
+from syncer.merge.memory import ResultMemory
 from syncer.merge.plan import MergeResult, NonFiniteMerge
 from syncer.recorder import Recorder
 from syncer.services import Services
@@ -90,6 +91,7 @@ class Actor:
         self._token = 0
         self._session: Hello | None = None
         self.progress = Progress()
+        self._results = ResultMemory()
         self._broadcasts = Broadcasts(loop, workers.encode, self.fail)
         self._recorder: Recorder | None = None
         if services.tape is not None:
@@ -326,7 +328,7 @@ class Actor:
     def _start_merge(self, command: c.StartMerge) -> None:
         def job() -> tuple[MergeResult, float]:
             start = time.perf_counter()
-            result = merge_round(command.job, self._services.svd)
+            result = merge_round(command.job, self._services.svd, memory=self._results)
             return result, time.perf_counter() - start
 
         def failed(error: BaseException) -> e.Event:

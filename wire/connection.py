@@ -53,6 +53,9 @@ class Core(Protocol):
 class Received:
     """A whole message that passed W11, except the finiteness of its tensor.
 
+    Its tensor is writable memory that nobody else refers to, so that codecs and compiled loops can
+    use it in place.
+
     Attributes:
         source: the reassembled frame it lies in, None for one that came through staging.
     """
@@ -282,7 +285,7 @@ class Connection:
 
     def _staged(self, kind: MessageType, length: int) -> Received:
         at = self._start + FRAME_BYTES
-        payload = memoryview(bytes(self._staging[at : at + length]))
+        payload = memoryview(bytearray(self._staging[at : at + length]))
         self._start = at + length
         return self._checked(kind, payload, None)
 
@@ -294,7 +297,7 @@ class Connection:
         if self._is_bad_budget(kind, length):
             return BadBudget()
         self._session.check_length(kind, length)
-        return self._checked(kind, partial.view[FRAME_BYTES:].toreadonly(), partial)
+        return self._checked(kind, partial.view[FRAME_BYTES:], partial)
 
     def _check_inner(self, partial: Partial, magic: int, code: int, length: int) -> None:
         """W31: what a completed message must begin with."""

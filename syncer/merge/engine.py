@@ -22,19 +22,25 @@ from syncer.merge import kernels
 from syncer.merge.blocks import Block, Floats, Workers, available_cores, groups
 from syncer.merge.correction import Damp, Rotate, correction
 from syncer.merge.kernels import Readable
+from syncer.merge.memory import ResultMemory
 from syncer.merge.plan import MergeJob, MergeResult, NonFiniteMerge, SvdBackend
 from syncer.merge.scaling import ONE, Coefficient, plain, safe, single
 from syncer.merge.weights import learner_weight
 from wire.dtypes import DType
 from wire.layout import MergeMode
 from wire.messages import Buffer
-from wire.tensors import BF16_OVERFLOW, decode_into, empty
+from wire.tensors import BF16_OVERFLOW, decode_into
 
 SMALLEST_DIRECTION = 1e-12
 """Below this norm the mean direction means nothing and avg is used (N11)."""
 
 
-def merge_round(job: MergeJob, svd: SvdBackend, threads: int | None = None) -> MergeResult:
+def merge_round(
+    job: MergeJob,
+    svd: SvdBackend,
+    threads: int | None = None,
+    memory: ResultMemory | None = None,
+) -> MergeResult:
     """Merge one round (N4): decode, negate, correct, merge, outer step.
 
     Blocks the calling thread. Beyond the payloads it takes two f32 fragments (the new parameters
@@ -44,6 +50,7 @@ def merge_round(job: MergeJob, svd: SvdBackend, threads: int | None = None) -> M
         job: inputs, not modified.
         svd: backend for iso fragments.
         threads: how many cores to use, None for all of this process; never shows in the result.
+        memory: where the results come from; None takes fresh memory.
 
     Raises:
         NonFiniteMerge: N23; nothing was written.
@@ -53,7 +60,7 @@ def merge_round(job: MergeJob, svd: SvdBackend, threads: int | None = None) -> M
         for response in job.responses
     )
     with Workers(threads or available_cores()) as workers:
-        merge = FragmentMerge(job, weights, workers)
+        merge = FragmentMerge(job, weights, workers, memory or ResultMemory())
         gnorm = merge.run(svd)
         if gnorm is None:
             raise NonFiniteMerge(job.responses[merge.largest()].member)
@@ -90,13 +97,16 @@ class FragmentMerge:
         job: inputs, not modified.
         weights: w_m in response order (N5).
         workers: threads.
+        memory: for `delta` and `new_params`.
 
     Attributes:
         delta: the merged gradient, after `run` the new momentum.
         new_params: after `run` the new parameters.
     """
 
-    def __init__(self, job: MergeJob, weights: Sequence[float], workers: Workers) -> None:
+    def __init__(
+        self, job: MergeJob, weights: Sequence[float], workers: Workers, memory: ResultMemory
+    ) -> None:
         self._job = job
         self._weights = weights
         self._total = _sum(weights)
@@ -107,8 +117,8 @@ class FragmentMerge:
         self._lr = single(job.settings.lr)
         self._mu = single(job.settings.momentum)
         self._limit = BF16_OVERFLOW if job.dtype.bulk is DType.BF16 else np.float32(np.inf)
-        self.delta: Floats = empty(job.fragment.numel).numpy()
-        self.new_params: Floats = empty(job.fragment.numel).numpy()
+        self.delta: Floats = memory.take(job.fragment.numel)
+        self.new_params: Floats = memory.take(job.fragment.numel)
 
     def run(self, svd: SvdBackend) -> float | None:
         """Merge and take the outer step.

@@ -71,7 +71,7 @@ def test_bulk_in_both_directions(run: Run, streams: int) -> None:
                 learner.send_bulk(0, push(0, data=raw(ramp(turn))))
                 message = await at_syncer.next()
                 assert np.array_equal(np.frombuffer(message.tensor, "<f4"), ramp(turn))
-                assert message.tensor.readonly
+                assert not message.tensor.readonly  # codecs and compiled loops use it in place
                 group.send_bulk(0, Broadcast(0, turn, raw(ramp(10 + turn))))
                 message = await at_learner.next()
                 assert message.version == turn
