@@ -20,15 +20,15 @@ NUMEL = 512
 
 
 def warm_up(dtype: DType, modes: frozenset[MergeMode], heloco: bool) -> None:
-    """Merge two small fragments of each mode, in the session's dtype; blocks.
+    """Merge small fragments of each mode, in the session's dtype; blocks.
 
     Gradients point away from the momentum and from each other, so that every branch of the
-    correction that is compiled is met.
+    correction that is compiled is met; five of them, since four are summed by a loop of their own.
     """
     ramp = torch.linspace(-1.0, 1.0, NUMEL)
     for mode in modes - {MergeMode.ISO}:  # iso is torch's own code
         for first in (ramp, -ramp, ramp.flip(0).abs()):
-            merge_round(_job(dtype, mode, heloco, (first, ramp)), ScalarSvd())
+            merge_round(_job(dtype, mode, heloco, (first, ramp, ramp, ramp, ramp)), ScalarSvd())
 
 
 def _job(dtype: DType, mode: MergeMode, heloco: bool, deltas: tuple[torch.Tensor, ...]) -> MergeJob:

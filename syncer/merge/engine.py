@@ -113,7 +113,7 @@ class FragmentMerge:
         self._workers = workers
         self._params: Floats = job.params.numpy()
         self._momentum: Floats = job.momentum.numpy()
-        self._sources = [_in_place(response.payload, job.dtype) for response in job.responses]
+        self._sources = [_readable(response.payload, job.dtype) for response in job.responses]
         self._lr = single(job.settings.lr)
         self._mu = single(job.settings.momentum)
         self._limit = BF16_OVERFLOW if job.dtype.bulk is DType.BF16 else np.float32(np.inf)
@@ -299,9 +299,28 @@ class FragmentMerge:
         """Sum of coefficient times corrected gradient of one block, written to `delta`."""
         out = self.delta[block.span]
         out.fill(0)
-        for term, coefficient in terms:
-            coefficient.subtract(out, self._load(block, term, scratch))
+        at = 0
+        while at < len(terms):
+            four = self._in_place(terms[at : at + 4], block)
+            if len(four) == 4:
+                factors = tuple(coefficient.rounded for _, coefficient in terms[at : at + 4])
+                kernels.subtract_four(out, factors, four)
+                at += 4
+            else:
+                term, coefficient = terms[at]
+                coefficient.subtract(out, self._load(block, term, scratch))
+                at += 1
         return out
+
+    def _in_place(self, terms: Weighted, block: Block) -> tuple[Readable, ...]:
+        """The blocks of those terms that need neither decoding nor correction nor f64 products."""
+        return tuple(
+            source[block.span]
+            for term, coefficient in terms
+            if (source := self._sources[term.response]) is not None
+            and term.correction is None
+            and not coefficient.wide
+        )
 
     def _load(self, block: Block, term: Term, scratch: Floats) -> Readable:
         """One block of a learner delta, corrected; in `scratch` unless it can be read in place."""
@@ -322,7 +341,7 @@ class FragmentMerge:
         return self._weights[term.response] / self._total if self._total else 0.0
 
 
-def _in_place(payload: Buffer, dtype: DType) -> Readable | None:
+def _readable(payload: Buffer, dtype: DType) -> Readable | None:
     """A payload that the compiled loops can read where it lies.
 
     One at an odd address or in read-only memory would be another type to compile for.

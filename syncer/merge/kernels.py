@@ -71,6 +71,20 @@ def subtract_scaled(out: Floats, factor: np.float32, x: Readable) -> None:
 
 
 @compiled
+def subtract_four(
+    out: Floats, factors: tuple[np.float32, ...], inputs: tuple[Readable, ...]
+) -> None:
+    """`subtract_scaled` of four inputs in this order: the same roundings, `out` passed once."""
+    a, b, c, d = factors
+    x, y, z, w = inputs
+    for i in range(len(out)):
+        value = out[i] - a * as_f32(x[i])
+        value -= b * as_f32(y[i])
+        value -= c * as_f32(z[i])
+        out[i] = value - d * as_f32(w[i])
+
+
+@compiled
 def subtract_scaled_wide(out: Floats, factor: float, x: Readable) -> None:
     """out -= f32(factor * x), the product in f64 (N10)."""
     for i in range(len(out)):

@@ -20,9 +20,9 @@ LARGE = blocks.GROUP + blocks.BLOCK + 17
 
 @st.composite
 def rounds(draw: st.DrawFn, scales: tuple[int, int] = (-30, 30)) -> tuple[list, list, list]:
-    """Gradients of 1 to 4 responders, weights over 12 orders of magnitude, tensor sizes."""
+    """Gradients of 1 to 9 responders, weights over 12 orders of magnitude, tensor sizes."""
     numels = draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
-    count = draw(st.integers(1, 4))
+    count = draw(st.integers(1, 9))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     grads = []
     for _ in range(count):
