@@ -155,6 +155,8 @@ def memory(report: Report, directory: Path, numel: int, feedback: bool) -> None:
     note = f"model {anchors / MIB:.0f} MiB; at the start {start / MIB:.0f} MiB"
     report.add(f"peak_extra_mib{suffix}", peak / MIB, "MiB", note)
     note = f"f32 fragments of {size / MIB:.0f} MiB beyond one copy of the anchors"
+    if feedback:
+        note += f"; {FRAGMENTS} of them are the carried residuals, 1 or 2 those of open pushes"
     report.add(f"peak_extra_fragments{suffix}", (peak - anchors) / size, "fragments", note)
 
 

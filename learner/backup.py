@@ -81,6 +81,11 @@ class Backup:
         if wait:
             self._store.wait()
 
+    @property
+    def busy(self) -> bool:
+        """A save is being written: what it shares with the training must not change."""
+        return self._store is not None and self._store.busy
+
     def close(self) -> None:
         """Finish the save that is being written."""
         if self._store is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
+import torch
+from torch import Tensor
+
+from learner.buffers import Buffers
 from learner.client import NetworkClient
 from learner.errors import LearnerError, SyncTimeout
 from learner.events import BroadcastApplied, Event
@@ -14,6 +17,7 @@ from learner.feedback import Feedback
 from learner.outgoing import Push
 from learner.parameters import Parameters
 from learner.shared import Shared
+from learner.staging import widen
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +34,28 @@ class Boundary:
         parameters: Parameters,
         feedback: Feedback,
         client: NetworkClient,
+        buffers: Buffers,
         *,
         alpha: float,
         emit: Callable[[Event], None],
+        saving: Callable[[], bool],
     ) -> None:
+        """
+        Args:
+            shared, parameters, feedback, client, buffers: the parts of the learner.
+            alpha: local share of the blend.
+            emit: reports an event.
+            saving: the anchors are being written to the disk.
+        """
         self._shared = shared
         self._session = shared.session
         self._parameters = parameters
         self._feedback = feedback
         self._client = client
+        self._buffers = buffers
         self._alpha = alpha
         self._emit = emit
+        self._saving = saving
 
     def apply_broadcasts(self) -> tuple[int, ...]:
         """Blend the newest waiting broadcast of each fragment (L20, L26); returns which."""
@@ -54,14 +69,27 @@ class Boundary:
             self._feedback.reset()
         for apply in due:
             fragment, received = apply.fragment, apply.received
+            anchor = self._anchor(received.values, apply.previous)
             if apply.blend:
-                self._parameters.blend(fragment, received.values, self._alpha)
+                self._parameters.blend(fragment, anchor, self._alpha)
             with self._shared.gate:
-                self._session.applied(apply)
+                self._session.applied(apply, anchor)
                 self._shared.counters.merges_applied += apply.blend
             self._feedback.applied(fragment, received.version)
             self._emit(BroadcastApplied(fragment, received.version, self._session.local_step))
         return tuple(apply.fragment for apply in due)
+
+    def _anchor(self, received: Tensor, previous: Tensor | None = None) -> Tensor:
+        """The f32 values of a broadcast, in the memory of the anchor that they replace (L22).
+
+        Widening them here, not on arrival, spares a buffer for each broadcast that waits.
+        """
+        if received.dtype is torch.float32:
+            return received
+        if previous is None or self._saving():
+            previous = self._buffers.take(len(received))
+        widen(received, previous)
+        return previous
 
     def answer_pulls(self, *, once: bool = False) -> tuple[int, ...]:
         """One snapshot, the delta, per PULL that can be answered (L23, L28); returns which.
@@ -71,10 +99,10 @@ class Boundary:
         with self._shared.gate:
             answers = self._session.take_answers(once=once)
         for answer in answers:
-            buffer = self._parameters.staging.take()
-            delta = self._parameters.delta(answer.pull.fragment, answer.anchor, buffer)
-            release = partial(self._parameters.staging.give, buffer)
-            self._client.push(Push(answer, delta, release))
+            # The base of a budget run was never applied, and is as it arrived (L42).
+            anchor = self._anchor(answer.anchor)
+            delta = self._parameters.delta(answer.pull.fragment, anchor)
+            self._client.push(Push(answer, delta))
         return tuple(answer.pull.fragment for answer in answers)
 
     def synchronise(self, limit_s: float) -> tuple[tuple[int, ...], tuple[int, ...]]:

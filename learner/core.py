@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from learner.backup import Backup
+from learner.buffers import Buffers
 from learner.config import LearnerConfig
 from learner.events import Event, Result, StepInfo
 from learner.parameters import Parameters
@@ -22,6 +23,7 @@ class Core:
         layout: fragments of the model.
         contract: session contract, 32 bytes (W21).
         parameters: the trainables in layout order.
+        buffers: memory for whole fragments.
         shared: session, lock and reports.
         backup: durable local state.
         on_event: the user's callback, called on the training thread only.
@@ -32,6 +34,7 @@ class Core:
     layout: NamedLayout
     contract: bytes
     parameters: Parameters
+    buffers: Buffers
     shared: Shared
     backup: Backup
     on_event: Callable[[Event], None] | None

@@ -15,10 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from wire.dtypes import DType
-from wire.tensors import decode, encode
+from learner.buffers import Buffers
+from wire.dtypes import Q4_BLOCK, DType
+from wire.tensors import NonFiniteValues, decode_into, encode, representable
+
+SLICE = 256 * Q4_BLOCK
+"""Values that are encoded at once: temporaries have this size, not that of a fragment."""
+_F32_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -44,22 +50,35 @@ class Feedback:
     `encode` may run in another thread than the rest; one call at a time per fragment.
     """
 
-    def __init__(self, fragments: int, dtype: DType, alpha: float, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        fragments: int,
+        dtype: DType,
+        alpha: float,
+        *,
+        enabled: bool,
+        buffers: Buffers | None = None,
+        in_place: bool = True,
+    ) -> None:
         """
         Args:
             fragments: number of fragments.
             dtype: session dtype; f32 has no error to carry.
             alpha: local share of the blend.
             enabled: False encodes plainly.
+            buffers: memory for payloads and residuals.
+            in_place: a residual may keep the memory of its delta, which is not pinned.
         """
         self._dtype = dtype
         self._keep = float(np.float32(1 - alpha))
         self._enabled = enabled and dtype is not DType.F32
+        self._buffers = buffers or Buffers()
+        self._in_place = in_place
         self._states = [_State() for _ in range(fragments)]
         self._lock = threading.Lock()
 
     def encode(self, fragment: int, step: int, delta: Tensor) -> memoryview:
-        """The PUSH payload for `delta`, in memory of its own; `delta` is overwritten.
+        """The PUSH payload for `delta`, whose memory is this object's from now on.
 
         Args:
             fragment: whose delta.
@@ -70,20 +89,50 @@ class Feedback:
             wire.tensors.NonFiniteValues: a value the wire dtype cannot carry (L27).
         """
         if not self._enabled:
-            # An f32 payload is a view of its tensor, and the delta's buffer is the caller's.
-            return encode(delta.clone() if self._dtype is DType.F32 else delta, self._dtype)
+            return self._encode_plainly(delta)
         carried = self._carried(fragment)
-        if carried is not None:
-            if _norm(carried) > _norm(delta):
-                self._drop(fragment)
-            else:
-                delta.add_(carried)
-        payload = encode(delta, self._dtype)
-        lost = decode(payload, self._dtype, delta.numel())
-        torch.sub(delta, lost, out=lost)
+        if carried is not None and _norm(carried) > _norm(delta):
+            self._drop(fragment)
+            carried = None
+        residual = delta if self._in_place else self._buffers.take(len(delta))
+        payload = self._room(len(delta))
+        for begin in range(0, len(delta), SLICE):
+            part = slice(begin, begin + SLICE)
+            values = delta[part]
+            if carried is not None:
+                values.add_(carried[part])
+            piece = self._put(payload, begin, values)
+            lost = np.empty(len(values), np.float32)
+            decode_into(piece, self._dtype, 0, lost)
+            torch.sub(values, torch.from_numpy(lost), out=residual[part])
         with self._lock:
-            self._states[fragment].candidate = _Candidate(step, lost)
-        return payload
+            self._states[fragment].candidate = _Candidate(step, residual)
+        return payload.data
+
+    def _encode_plainly(self, delta: Tensor) -> memoryview:
+        """Encode into the delta's own memory, from the front: a payload is never longer."""
+        if self._dtype is DType.F32:
+            return encode(delta, self._dtype)
+        if not representable(delta, self._dtype):
+            raise NonFiniteValues(f"a value is not finite in {self._dtype.label}")
+        size = self._dtype.size(len(delta))
+        memory = delta.numpy().view(np.uint8)
+        payload = memory[:size] if size <= len(memory) else self._room(len(delta))
+        for begin in range(0, len(delta), SLICE):
+            self._put(payload, begin, delta[begin : begin + SLICE])
+        return payload.data
+
+    def _put(self, payload: NDArray[np.uint8], begin: int, values: Tensor) -> memoryview:
+        """Encode the values from number `begin` on into their place; returns their bytes."""
+        piece = encode(values, self._dtype)
+        start = self._dtype.size(begin)
+        payload[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+        return piece
+
+    def _room(self, numel: int) -> NDArray[np.uint8]:
+        """Memory for a payload."""
+        size = self._dtype.size(numel)
+        return self._buffers.take(-(-size // _F32_BYTES)).numpy().view(np.uint8)[:size]
 
     def sent(self, fragment: int, step: int) -> None:
         """The push for round `step` has left; one that never left leaves r as it was (L12)."""
@@ -117,12 +166,12 @@ class Feedback:
             carried, share = state.carried, state.share
         if carried is None or share == 1.0:
             return carried
-        scaled = carried * share
+        carried.mul_(share)
         with self._lock:
-            # A broadcast may have promoted a newer candidate meanwhile; that one stays.
+            # A broadcast may have promoted a newer candidate meanwhile; its share stays.
             if state.carried is carried:
-                state.carried, state.share = scaled, 1.0
-        return scaled
+                state.share = 1.0
+        return carried
 
     def _drop(self, fragment: int) -> None:
         with self._lock:

@@ -21,20 +21,24 @@ class LedParameters(Parameters):
     """The leader's parameters: what is written here is written on every rank."""
 
     def __init__(
-        self, trainables: dict[str, nn.Parameter], layout: NamedLayout, ranks: Ranks
+        self,
+        trainables: dict[str, nn.Parameter],
+        layout: NamedLayout,
+        ranks: Ranks,
+        take: Callable[[int], Tensor],
     ) -> None:
-        super().__init__(trainables, layout)
+        super().__init__(trainables, layout, take=take)
         self._ranks = ranks
 
-    def snapshot(self, fragment: int, out: Tensor | None = None) -> Tensor:
+    def snapshot(self, fragment: int) -> Tensor:
         """See `Parameters`; sharded parameters are gathered from every rank."""
         self._announce_gather(fragment)
-        return super().snapshot(fragment, out)
+        return super().snapshot(fragment)
 
-    def delta(self, fragment: int, anchor: Tensor, out: Tensor | None = None) -> Tensor:
+    def delta(self, fragment: int, anchor: Tensor) -> Tensor:
         """See `Parameters`; sharded parameters are gathered from every rank."""
         self._announce_gather(fragment)
-        return super().delta(fragment, anchor, out)
+        return super().delta(fragment, anchor)
 
     def blend(self, fragment: int, values: Tensor, alpha: float) -> None:
         """See `Parameters`."""
@@ -116,12 +120,10 @@ class Follower:
             operation, first, second = self._ranks.listen()
             match operation:
                 case Operation.BLEND:
-                    with self._received(first) as values:
-                        self._parameters.blend(first, values, self._alpha)
+                    self._parameters.blend(first, self._received(first), self._alpha)
                     applied.append(first)
                 case Operation.OVERWRITE:
-                    with self._received(first) as values:
-                        self._parameters.overwrite(first, values)
+                    self._parameters.overwrite(first, self._received(first))
                     overwritten.add(first)
                 case Operation.GATHER:
                     self._parameters.take_part(first)
@@ -134,16 +136,10 @@ class Follower:
                 case Operation.FATAL:
                     self._fail(first)
 
-    @contextmanager
-    def _received(self, fragment: int) -> Iterator[Tensor]:
-        staging = self._parameters.staging
-        buffer = staging.take()
-        try:
-            values = buffer[: self._parameters.numels[fragment]]
-            self._ranks.values(values)
-            yield values
-        finally:
-            staging.give(buffer)
+    def _received(self, fragment: int) -> Tensor:
+        values = self._parameters.room(fragment)
+        self._ranks.values(values)
+        return values
 
     def _end(self, applied: list[int], stop: bool, step: int) -> BoundaryEnd:
         versions = None

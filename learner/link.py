@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+import torch
 from torch import Tensor
 
 from learner import hints
 from learner.errors import LearnerError, ProtocolFault, SyncerRefused, TransportRefused
 from learner.session import Mode, Received
 from learner.shared import Shared
+from wire.dtypes import DType
 from wire.errors import ProtocolError
 from wire.group import Group
 from wire.limits import Session as WireSession
@@ -33,7 +35,6 @@ from wire.messages import (
     PullRequest,
     Shutdown,
 )
-from wire.tensors import decode
 from wire.tls_stream import TlsFailure
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ HEARTBEAT_S = 5.0
 """Seconds between heartbeats of the network thread (W42)."""
 _COPY_BELOW = 1 << 16
 _HEAD = struct.Struct("<IQ")
+_IN_TORCH = {DType.F32: torch.float32, DType.BF16: torch.bfloat16}
 
 
 class Link:
@@ -183,23 +185,26 @@ class Link:
             self._shared.fail(ProtocolFault(error.sentence))
 
     async def _decode_fragments(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             while self._fragments:
-                message = self._fragments.popleft()
-                try:
-                    if self._wanted(message):
-                        received = await loop.run_in_executor(self._executor, self._decode, message)
-                        self._deliver(message, received)
-                except ProtocolError as error:
-                    self._shared.fail(ProtocolFault(error.sentence))
-                if self.group is not None:
-                    self.group.release()
+                # No name for it here: while this waits, its memory may take the next message.
+                await self._decode_one(self._fragments.popleft())
             if self._gone:
                 self.closed.set()
                 return
             self._wake.clear()
             await self._wake.wait()
+
+    async def _decode_one(self, message: Broadcast | FinalFragment) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            if self._wanted(message):
+                received = await loop.run_in_executor(self._executor, self._decode, message)
+                self._deliver(message, received)
+        except ProtocolError as error:
+            self._shared.fail(ProtocolFault(error.sentence))
+        if self.group is not None:
+            self.group.release()
 
     def _wanted(self, message: Broadcast | FinalFragment) -> bool:
         """Whether decoding is worth it: finalization ignores broadcasts (L37)."""
@@ -209,19 +214,19 @@ class Link:
             return self._shared.session.mode in (Mode.TRAIN, Mode.FROZEN, Mode.REPORTED)
 
     def _decode(self, message: Broadcast | FinalFragment) -> Received[Tensor]:
-        """Digest and values; runs in a worker thread."""
+        """Digest and values as they arrived; runs in a worker thread."""
         session = self._session()
         dtype = session.tensor_dtype(message)
         if dtype is None:
             raise AssertionError("fragments always have a dtype")
         digest = hashlib.sha256(_HEAD.pack(message.fragment, message.version))
         digest.update(message.tensor)
-        numel = session.layout.fragments[message.fragment].numel
         view = memoryview(message.tensor)
-        # A large f32 fragment keeps its receive buffer: the anchor needs no second copy.
-        copy = view.readonly or view.nbytes < _COPY_BELOW
+        # A large fragment keeps its receive buffer, until it is an anchor or even as one.
+        data = bytearray(view) if view.readonly or view.nbytes < _COPY_BELOW else view
+        # The group has checked length and finite values (W11).
         return Received(
-            message.version, digest.digest(), decode(message.tensor, dtype, numel, copy=copy)
+            message.version, digest.digest(), torch.frombuffer(data, dtype=_IN_TORCH[dtype])
         )
 
     def _session(self) -> WireSession:

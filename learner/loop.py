@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from learner.artifacts import layout_text, save_artifact, write_text
 from learner.backup import Backup
+from learner.buffers import Buffers
 from learner.client import Transport
 from learner.config import LearnerConfig
 from learner.core import Core
@@ -90,7 +91,8 @@ class Learner:
             avg_regex=config.avg_regex,
         )
         self.contract = session_contract_hash(self.layout.fingerprint, config.run_id)
-        parameters = self._map(trainables)
+        buffers = Buffers()
+        parameters = self._map(trainables, buffers)
         shared = Shared(Session[Tensor](len(self.layout), config.learner_budget_steps))
         backup = Backup(
             shared,
@@ -105,6 +107,7 @@ class Learner:
             layout=self.layout,
             contract=self.contract,
             parameters=parameters,
+            buffers=buffers,
             shared=shared,
             backup=backup,
             on_event=on_event,
@@ -112,11 +115,11 @@ class Learner:
         self._role = self._choose_role(transport)
         self._finished = False
 
-    def _map(self, trainables: dict[str, nn.Parameter]) -> Parameters:
+    def _map(self, trainables: dict[str, nn.Parameter], buffers: Buffers) -> Parameters:
         synced = self._ranks if self.config.address is not None else None
         if synced is not None and synced.leading:
-            return LedParameters(trainables, self.layout, synced)
-        return Parameters(trainables, self.layout)
+            return LedParameters(trainables, self.layout, synced, buffers.take)
+        return Parameters(trainables, self.layout, take=buffers.take)
 
     def _store(self) -> StateStore | None:
         config = self.config

@@ -25,11 +25,10 @@ from wire.tensors import NonFiniteValues
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One delta on its way: the answer it belongs to, d of L22, and how to give its memory back."""
+    """One delta on its way: the answer it belongs to, and d of L22, whose memory it owns."""
 
     answer: Answer[Tensor]
     delta: Tensor
-    release: Callable[[], None]
 
 
 class Outgoing:
@@ -68,17 +67,13 @@ class Outgoing:
         """Encode and send; a newer one for the fragment replaces one that waits (W49)."""
         fragment = push.answer.pull.fragment
         # Re-inserted at the end: deltas are encoded in the order of the PULLs they answer.
-        replaced = self._waiting.pop(fragment, None)
-        if replaced is not None:
-            replaced.release()
+        self._waiting.pop(fragment, None)
         self._waiting[fragment] = push
         if self._encoding is None or self._encoding.done():
             self._encoding = asyncio.create_task(self._encode_all())
 
     def drop_pushes(self) -> None:
         """The group is gone, and with it every push that waits."""
-        for push in self._waiting.values():
-            push.release()
         self._waiting.clear()
 
     def acknowledge(self, group: Group) -> None:
@@ -117,11 +112,8 @@ class Outgoing:
     async def _encode_all(self) -> None:
         while self._waiting:
             push = self._waiting.pop(next(iter(self._waiting)))
-            try:
-                if self._group_of(push.answer.generation) is not None:
-                    await self._encode_and_send(push)
-            finally:
-                push.release()
+            if self._group_of(push.answer.generation) is not None:
+                await self._encode_and_send(push)
 
     async def _encode_and_send(self, push: Push) -> None:
         loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ row-major order whatever its strides, one after the other in layout order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.errors import LayoutError
-from learner.staging import CPU, CUDA, Host, Staging
+from learner.staging import CPU, CUDA, Host, pageable
 from wire.compiled import compiled
 from wire.layout import NamedLayout, TensorSpec
 
@@ -151,7 +151,7 @@ class Parameters:
     Attributes:
         layout: whose fragments `fragment` arguments index.
         numels: elements of each fragment.
-        staging: host buffers for `snapshot` and `delta`.
+        staged: values on their way from and to the model pass through pinned memory.
         sharded: some parameter is a DTensor: a read needs all ranks.
     """
 
@@ -160,12 +160,14 @@ class Parameters:
         trainables: dict[str, nn.Parameter],
         layout: NamedLayout,
         host: Host | None = None,
+        take: Callable[[int], Tensor] = pageable,
     ) -> None:
         """
         Args:
             trainables: of `find_trainables`.
             layout: names every trainable once.
             host: how copies work; by default what suits the parameters' device.
+            take: makes room for so many f32 values in ordinary host memory.
         """
         self.layout = layout
         self._slots: list[tuple[Slot, ...]] = []
@@ -181,7 +183,8 @@ class Parameters:
         if host is None:
             host = CUDA if any(value.is_cuda for value in trainables.values()) else CPU
         self._host = host
-        self.staging = Staging(max(self.numels), host.allocate)
+        self.staged = host.staged
+        self._allocate = host.allocate or take
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -197,21 +200,18 @@ class Parameters:
                 yield slot.name, slot.parameter
 
     @torch.no_grad()
-    def snapshot(self, fragment: int, out: Tensor | None = None) -> Tensor:
-        """The fragment's values as a flat f32 CPU vector, in one copy (L4).
-
-        `out` takes the values and may be longer than the fragment.
-        """
-        flat = self._room(fragment, out)
+    def snapshot(self, fragment: int) -> Tensor:
+        """The fragment's values as a flat f32 CPU vector, in one copy (L4)."""
+        flat = self.room(fragment)
         for slot in self._slots[fragment]:
             self._fetch(slot, slot.of(flat))
         self._host.synchronize()
         return flat
 
     @torch.no_grad()
-    def delta(self, fragment: int, anchor: Tensor, out: Tensor | None = None) -> Tensor:
-        """f32(local) - anchor, one f32 subtraction per element (L22); `out` as in `snapshot`."""
-        flat = self._room(fragment, out)
+    def delta(self, fragment: int, anchor: Tensor) -> Tensor:
+        """f32(local) - anchor, one f32 subtraction per element (L22), in memory of its own."""
+        flat = self.room(fragment)
         fetched: list[Slot] = []
         for slot in self._slots[fragment]:
             if _is_plain(slot.parameter):
@@ -273,10 +273,9 @@ class Parameters:
                 return slot.name
         return None
 
-    def _room(self, fragment: int, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.empty(self.numels[fragment], dtype=torch.float32)
-        return out[: self.numels[fragment]]
+    def room(self, fragment: int) -> Tensor:
+        """A flat f32 CPU vector for the fragment, with arbitrary content."""
+        return self._allocate(self.numels[fragment])
 
     def _fetch(self, slot: Slot, part: Tensor) -> None:
         """Copy to the host; on a GPU the cast happens there and the copy runs on (pinned)."""
@@ -293,13 +292,8 @@ class Parameters:
         if not self._host.staged:
             yield values
             return
-        buffer = self.staging.take()
-        try:
-            staged = buffer[: values.numel()].copy_(values)
-            yield staged
-            self._host.synchronize()
-        finally:
-            self.staging.give(buffer)
+        yield self._allocate(values.numel()).copy_(values)
+        self._host.synchronize()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -61,6 +61,8 @@ class Leading:
             config.alpha,
             # A budget run's pushes are exactly frozen - base (L29, L42).
             enabled=config.error_feedback and config.learner_budget_steps is None,
+            buffers=core.buffers,
+            in_place=not core.parameters.staged,
         )
         self._client = NetworkClient(
             address,
@@ -76,8 +78,10 @@ class Leading:
             core.parameters,
             feedback,
             self._client,
+            core.buffers,
             alpha=config.alpha,
             emit=core.emit,
+            saving=lambda: core.backup.busy,
         )
         self._ending = Ending(core.shared, self._client, core.parameters, config.final_timeout_s)
 

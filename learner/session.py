@@ -53,7 +53,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[T]):
-    """A fragment as it arrived: version, digest of the payload, decoded values."""
+    """A fragment as it arrived: version, digest of the payload, values."""
 
     version: int
     digest: bytes
@@ -73,11 +73,15 @@ class Anchor(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Apply(Generic[T]):
-    """A broadcast to apply now. `blend` is False when training continues from it (L52)."""
+    """A broadcast to apply now.
+
+    `blend` is False when training continues from it (L52); `previous` is the anchor that it ends.
+    """
 
     fragment: int
     received: Received[T]
     blend: bool
+    previous: T | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +280,26 @@ class Session(Generic[T]):
         due: list[Apply[T]] = []
         for index, fragment in enumerate(self._fragments):
             if fragment.waiting is not None:
-                due.append(Apply(index, fragment.waiting, self._must_blend(index, fragment)))
+                previous = None if fragment.anchor is None else fragment.anchor.values
+                blend = self._must_blend(index, fragment)
+                due.append(Apply(index, fragment.waiting, blend, previous))
                 fragment.waiting = None
         return due
 
-    def applied(self, apply: Apply[T]) -> None:
-        """The model holds the broadcast: it is the fragment's anchor now (L22, L26)."""
+    def applied(self, apply: Apply[T], anchor: T) -> None:
+        """The model holds the broadcast: it is the fragment's anchor now (L22, L26).
+
+        Args:
+            apply: of `take_broadcasts`.
+            anchor: its values, in the form that answers want them in.
+        """
         fragment, received = self._fragments[apply.fragment], apply.received
         saved, fragment.saved = fragment.saved, None
         if not apply.blend and saved is not None:
             step, units = saved.local_step, saved.units
         else:
             step, units = self.local_step, self.units
-        fragment.anchor = Anchor(received.version, received.digest, received.values, step, units)
+        fragment.anchor = Anchor(received.version, received.digest, anchor, step, units)
         fragment.answered = None
 
     def take_answers(self, *, once: bool = False) -> list[Answer[T]]:

@@ -1,20 +1,20 @@
-"""Host buffers that fragments pass through on their way from the model to the wire.
-
-A fresh buffer costs a page fault per 4 KiB, several times the copy itself, on the training thread.
-So a few are kept; with CUDA parameters they are pinned, which the copies need to be asynchronous.
-"""
+"""How fragments pass between the model's device and the host, and from bf16 to f32."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-KEPT = 2
-"""Buffers kept for reuse: one being encoded, one being filled."""
+from wire.dtypes import DType
+from wire.tensors import decode_into
+
+
+def widen(values: Tensor, out: Tensor) -> None:
+    """Write bf16 values as f32, both flat and in host memory."""
+    decode_into(values.view(torch.uint8).numpy().data, DType.BF16, 0, out.numpy())
 
 
 def pageable(numel: int) -> Tensor:
@@ -23,7 +23,7 @@ def pageable(numel: int) -> Tensor:
 
 
 def pinned(numel: int) -> Tensor:
-    """Page-locked host memory for `numel` f32 values; needs CUDA."""
+    """Page-locked host memory for `numel` f32 values; needs CUDA, which keeps it for reuse."""
     return torch.empty(numel, dtype=torch.float32, pin_memory=True)
 
 
@@ -32,43 +32,17 @@ class Host:
     """How the host side of copies works for one kind of device.
 
     Attributes:
-        allocate: makes a staging buffer of so many f32 values.
+        allocate: makes room for so many f32 values on their way from the model; None: as for all.
         synchronize: returns when the copies that were begun are done.
-        staged: values pass through a staging buffer on their way to the parameters too.
+        staged: values pass through such room on their way to the parameters too.
     """
 
-    allocate: Callable[[int], Tensor]
+    allocate: Callable[[int], Tensor] | None
     synchronize: Callable[[], None]
     staged: bool
 
 
-CPU = Host(pageable, lambda: None, staged=False)
+CPU = Host(None, lambda: None, staged=False)
 """Parameters in host memory: copies are done when they return."""
 CUDA = Host(pinned, torch.cuda.synchronize, staged=True)
 """Parameters on GPUs: asynchronous copies from and to pinned memory."""
-
-
-class Staging:
-    """Flat f32 buffers of the largest fragment's size. `take` and `give` suit any thread."""
-
-    def __init__(self, numel: int, allocate: Callable[[int], Tensor] = pageable) -> None:
-        """
-        Args:
-            numel: elements of each buffer.
-            allocate: makes one.
-        """
-        self._numel = numel
-        self._allocate = allocate
-        self._free: deque[Tensor] = deque()
-
-    def take(self) -> Tensor:
-        """A buffer with arbitrary content; when all are in use, another one is made."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._allocate(self._numel)
-
-    def give(self, buffer: Tensor) -> None:
-        """Nobody reads the buffer any more."""
-        if len(self._free) < KEPT:
-            self._free.append(buffer)

@@ -131,7 +131,7 @@ class LocalState:
         fragments: list[dict[str, Any] | None] = []
         for index, anchor in enumerate(anchors):
             if anchor is not None:
-                tensors[f"anchor/{index}"] = anchor.values
+                tensors[f"anchor/{index}"] = anchor.values.float()
             fragments.append(None if anchor is None else _anchor_document(anchor))
         document = {
             "format": FORMAT,

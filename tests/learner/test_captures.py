@@ -106,7 +106,7 @@ class Replay:
         self.session.advance(step["tokens"])
         for apply in self.session.take_broadcasts():
             self.parameters.blend(apply.fragment, apply.received.values, self.capture["alpha"])
-            self.session.applied(apply)
+            self.session.applied(apply, apply.received.values)
         self.answer()
 
     def answer(self) -> None:

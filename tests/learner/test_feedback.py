@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from learner.feedback import Feedback
+from learner.feedback import SLICE, Feedback
 from wire.dtypes import DType
 from wire.tensors import NonFiniteValues, decode, encode
 
@@ -111,3 +112,44 @@ def test_the_sum_of_what_is_sent_follows_the_sum_of_what_is_meant() -> None:
         got += decode(push(feedback, step, values), DType.Q4, 600)
         feedback.applied(0, step)
     assert (got - meant).norm() < 0.6 * (plain - meant).norm()
+
+
+LARGE = 2 * SLICE + 300
+"""Values in several slices, and q4 blocks with a tail."""
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.Q4])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_slices_are_the_whole(dtype: DType, in_place: bool) -> None:
+    """L29 of a fragment that is encoded in several slices, to the bit."""
+    generator = torch.Generator().manual_seed(3)
+    first, second = torch.randn(2, LARGE, generator=generator)
+    feedback = Feedback(1, dtype, 0.25, enabled=True, in_place=in_place)
+    payload = push(feedback, 5, first)
+    assert payload == bytes(encode(first, dtype))
+    feedback.applied(0, 5)
+    carried = (first - decode(payload, dtype, LARGE)) * torch.tensor(0.75)
+    assert push(feedback, 6, second) == bytes(encode(second + carried, dtype))
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.Q4])
+def test_without_feedback_the_payload_lies_in_its_delta(dtype: DType) -> None:
+    """No second buffer for a push; the bytes are those of the codec."""
+    values = torch.randn(LARGE, generator=torch.Generator().manual_seed(4))
+    expected = bytes(encode(values, dtype))
+    feedback = Feedback(1, dtype, 0.5, enabled=False)
+    payload = feedback.encode(0, 1, values)
+    assert bytes(payload) == expected
+    assert np.frombuffer(payload, np.uint8).ctypes.data == values.data_ptr()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bad_value_is_still_there_to_be_named(enabled: bool) -> None:
+    """L27: what was encoded before it does not hide it, or look bad itself."""
+    values = torch.randn(LARGE, generator=torch.Generator().manual_seed(5))
+    values[-1] = float("nan")
+    feedback = Feedback(1, DType.BF16, 0.5, enabled=enabled)
+    with pytest.raises(NonFiniteValues):
+        feedback.encode(0, 1, values)
+    assert torch.isfinite(values[:-1]).all()
+    assert torch.isnan(values[-1])

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from learner.buffers import Buffers
 from learner.errors import LayoutError
 from learner.parameters import Parameters, find_trainables, normalize_name, specs_of
 from learner.partition import partition
-from learner.staging import Host, Staging
+from learner.staging import Host
 
 
 def mapped(model: nn.Module, parts: int = 1) -> Parameters:
@@ -252,24 +253,33 @@ def test_the_path_of_a_gpu_goes_through_its_staging_buffers() -> None:
         incoming = torch.randn(numel)
         for parameters in (staged, plain):
             parameters.blend(fragment, incoming, 0.3)
-        buffer = staged.staging.take()
-        assert torch.equal(
-            staged.delta(fragment, incoming, buffer), plain.delta(fragment, incoming)
-        )
-        staged.staging.give(buffer)
+        assert torch.equal(staged.delta(fragment, incoming), plain.delta(fragment, incoming))
         staged.overwrite(fragment, incoming)
         plain.overwrite(fragment, incoming)
         assert torch.equal(staged.snapshot(fragment), plain.snapshot(fragment))
-    # One buffer served it all; every copy was waited for before its buffer went back.
-    assert made == [max(staged.numels)]
+    # A way in and two out, and an overwrite, each waited for.
+    assert made == [numel for numel in staged.numels for _ in range(4)]
     assert len(waits) == 4 * len(staged.numels)
 
 
-def test_staging_keeps_two_buffers() -> None:
-    staging = Staging(8)
-    buffers = [staging.take() for _ in range(4)]
-    assert len({buffer.data_ptr() for buffer in buffers}) == 4
-    for buffer in buffers:
-        staging.give(buffer)
-    again = [staging.take() for _ in range(2)]
-    assert {b.data_ptr() for b in again} <= {b.data_ptr() for b in buffers}
+def test_what_nobody_refers_to_serves_again() -> None:
+    """Point 7 of the learner's memory: no fresh pages for a delta once the first has left."""
+    buffers = Buffers()
+    first, second = buffers.take(100_000), buffers.take(90_000)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2
+    payload = memoryview(first.numpy().view("u1"))[:7]
+    del first
+    assert buffers.take(100_000).data_ptr() not in places  # the payload is still to be sent
+    del payload, second
+    again = [buffers.take(95_000), buffers.take(95_000)]
+    assert {buffer.data_ptr() for buffer in again} & places
+
+
+def test_small_buffers_and_other_sizes() -> None:
+    buffers = Buffers()
+    assert buffers.take(3).shape == (3,)
+    large = buffers.take(4_000_000)
+    place = large.data_ptr()
+    del large
+    assert buffers.take(1_000_000).data_ptr() != place  # too large to be wasted on that

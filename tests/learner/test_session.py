@@ -23,7 +23,7 @@ def boundary(session: Session[str], tokens: int = 10) -> tuple[list, list]:
     session.advance(tokens)
     due = session.take_broadcasts()
     for apply in due:
-        session.applied(apply)
+        session.applied(apply, apply.received.values)
     return due, session.take_answers()
 
 
@@ -393,7 +393,7 @@ class Run(RuleBasedStateMachine):
             assert apply.received.values == (apply.fragment, apply.received.version)
             assert apply.received.version == self.highest[apply.fragment]
             assert apply.received.version > self.applied.get(apply.fragment, -1)
-            self.session.applied(apply)
+            self.session.applied(apply, apply.received.values)
             self.applied[apply.fragment] = apply.received.version
             self.at_apply[apply.fragment] = (self.steps, self.units)
         answers = self.session.take_answers()
