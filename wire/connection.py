@@ -48,6 +48,10 @@ class Core(Protocol):
     def buffer_updated(self, count: int) -> bool:
         """`count` >= 1 bytes were put there; true when there may be something to take."""
 
+    @property
+    def expected(self) -> int:
+        """Bytes that the peer has announced and that can wait to be read together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Received:
@@ -123,6 +127,11 @@ class FirstFrame:
             self._kind, self._length = _first_header(self.header)
             self._filled = 0
         return self.complete or (self._gated and self._filled == FREE_HELLO_BYTES)
+
+    @property
+    def expected(self) -> int:
+        """None: what a stranger sends is looked at as it comes."""
+        return 0
 
     @property
     def complete(self) -> bool:
@@ -203,6 +212,12 @@ class Connection:
         piece.filled += count
         self._landed = piece.partial.total > STAGING_BYTES
         return self._landed or piece.filled == len(piece.view)
+
+    @property
+    def expected(self) -> int:
+        """Bytes that the body being read still lacks."""
+        piece = self._piece
+        return 0 if piece is None else len(piece.view) - piece.filled
 
     def next_event(self) -> Event | None:
         """The next event, or None when more bytes (or memory, see `blocked`) are needed.

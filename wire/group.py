@@ -410,6 +410,8 @@ class Group:
 
     def _check_liveness(self, now: float) -> None:
         self._pool.age(now)
+        for stream in self._streams.values():
+            stream.notice_trickle()
         reason = self._stuck(now)
         if reason is not None:
             self._shut(reason, None)

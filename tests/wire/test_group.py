@@ -22,7 +22,7 @@ from tests.wire.endpoints import (
 )
 from tests.wire.support import LAYOUT, chunk, chunks, frame, normal, push, tensor
 from wire.errors import ErrorCode, ProtocolError
-from wire.frames import MessageType
+from wire.frames import SLICE_BYTES, MessageType
 from wire.group import SendCounters, Timeouts
 from wire.layout import MergeMode, NumericLayout, numeric_fragment
 from wire.messages import (
@@ -298,6 +298,45 @@ def test_w43_silence_after_a_heartbeat(run: Run) -> None:
             assert await silent[0].frames() == []
             assert not never.closed
             assert quiet
+
+    run(main())
+
+
+def test_w43_a_trickle_is_no_silence(run: Run) -> None:
+    """Bytes too few to wake the receiver of a long slice (`LOW_WATER`) count in time."""
+
+    async def main() -> None:
+        async with Syncer(Timeouts(heartbeat=0.4, stall=60, linger=0.3)) as syncer:
+            sockets, group, sink = await bare_learner(syncer, hello(1, layout=BIG))
+            sockets[0].send(encode_frame(Heartbeat(0, 1)))
+            slice_ = chunk(0, encode_frame(push(0, data=raw(ramp(0)))), 0, SLICE_BYTES)
+            at = 100_000
+            sockets[1].send(slice_[:at])
+            for _ in range(40):
+                await asyncio.sleep(0.03)
+                sockets[1].send(slice_[at : at + 10])
+                at += 10
+            assert not group.closed
+            assert (await sink.end()).startswith("no byte")
+
+    run(main())
+
+
+def test_w36_the_end_of_a_slice_is_not_waited_for(run: Run) -> None:
+    """What a slice lacks may be less than the kernel gathers otherwise."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            sockets, _, sink = await bare_learner(syncer, hello(1, layout=BIG))
+            inner = encode_frame(push(0, data=raw(ramp(0))))
+            for at in range(0, len(inner), SLICE_BYTES):
+                slice_ = chunk(0, inner, at, min(SLICE_BYTES, len(inner) - at))
+                for begin in (0, len(slice_) - 1001, len(slice_) - 1):
+                    end = {0: -1001, len(slice_) - 1001: -1}.get(begin)
+                    sockets[1].send(slice_[begin:end])
+                    await asyncio.sleep(0.02)
+            message = await sink.next()
+            assert bytes(message.tensor) == raw(ramp(0))
 
     run(main())
 
