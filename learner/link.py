@@ -19,7 +19,8 @@ from torch import Tensor
 
 from learner import hints
 from learner.errors import LearnerError, ProtocolFault, SyncerRefused, TransportRefused
-from learner.session import Mode, Received
+from learner.fragments import Received
+from learner.session import Mode
 from learner.shared import Shared
 from wire.dtypes import DType
 from wire.errors import ProtocolError

@@ -16,7 +16,7 @@ from torch import Tensor
 from learner.errors import BudgetFailed, NonFiniteParameters
 from learner.events import PushSent
 from learner.feedback import Feedback
-from learner.session import Answer
+from learner.fragments import Answer
 from learner.shared import Shared
 from wire.group import Group
 from wire.messages import BudgetDone, FinalAck, PushFragment

@@ -25,6 +25,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from learner.fragments import (
+    Anchor,
+    Answer,
+    Apply,
+    FragmentState,
+    Received,
+    Verdict,
+    monotonic,
+)
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import FinalManifest, PullRequest
 
@@ -40,76 +49,6 @@ class Mode(Enum):
     FINALIZING = auto()
     ACKED = auto()
     ENDED = auto()
-
-
-class Verdict(Enum):
-    """What became of a received broadcast or final fragment (L24, L25)."""
-
-    ACCEPTED = auto()
-    REPLAYED = auto()
-    DROPPED = auto()
-    IGNORED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Received(Generic[T]):
-    """A fragment as it arrived: version, digest of the payload, values."""
-
-    version: int
-    digest: bytes
-    values: T
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor(Generic[T]):
-    """The raw values of the last applied broadcast, and the counters at that moment (L21, L22)."""
-
-    version: int
-    digest: bytes
-    values: T
-    local_step: int
-    units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Apply(Generic[T]):
-    """A broadcast to apply now.
-
-    `blend` is False when training continues from it (L52); `previous` is the anchor that it ends.
-    """
-
-    fragment: int
-    received: Received[T]
-    blend: bool
-    previous: T | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer(Generic[T]):
-    """A PULL to answer now, with everything PUSH needs but the delta (L22, L23)."""
-
-    pull: PullRequest
-    generation: int
-    base_version: int
-    local_step: int
-    c_steps: int
-    c_tokens: int
-    anchor: T
-
-
-@dataclass
-class _Fragment(Generic[T]):
-    """State of one fragment."""
-
-    memory: tuple[int, bytes] | None = None
-    memory_generation: int | None = None
-    waiting: Received[T] | None = None
-    anchor: Anchor[T] | None = None
-    final: Received[T] | None = None
-    answered: int | None = None
-    """Round of the newest PULL that was answered from the present anchor."""
-    saved: Anchor[T] | None = None
-    """Anchor of an earlier process, until the first broadcast confirms or replaces it (L52)."""
 
 
 @dataclass
@@ -136,14 +75,14 @@ class Session(Generic[T]):
     replayed: int = 0
     rolled_back: bool = False
     warnings: list[str] = field(default_factory=list)
-    _fragments: list[_Fragment[T]] = field(init=False)
+    _fragments: list[FragmentState[T]] = field(init=False)
     _pulls: dict[int, PullRequest] = field(default_factory=dict)
     _uninitialized: set[int] = field(init=False)
     _manifest_generation: int | None = None
     _warned: int | None = None
 
     def __post_init__(self) -> None:
-        self._fragments = [_Fragment() for _ in range(self.count)]
+        self._fragments = [FragmentState() for _ in range(self.count)]
         self._uninitialized = set(range(self.count))
 
     # -- the network thread ---------------------------------------------------------------
@@ -181,7 +120,7 @@ class Session(Generic[T]):
         if self.mode not in (Mode.TRAIN, Mode.FROZEN):
             return Verdict.IGNORED
         entry = self._fragments[fragment]
-        verdict = _monotonic("broadcast", fragment, entry.memory, received)
+        verdict = monotonic("broadcast", fragment, entry.memory, received)
         if verdict is Verdict.DROPPED:
             self.dropped += 1
             if entry.memory_generation != generation:
@@ -220,7 +159,7 @@ class Session(Generic[T]):
             return Verdict.IGNORED
         entry = self._fragments[fragment]
         known = None if entry.final is None else (entry.final.version, entry.final.digest)
-        verdict = _monotonic("final fragment", fragment, known, received)
+        verdict = monotonic("final fragment", fragment, known, received)
         if verdict is Verdict.ACCEPTED:
             entry.final = received
         return verdict
@@ -437,7 +376,7 @@ class Session(Generic[T]):
                     got.version, got.digest, got.values, self.local_step, self.units
                 )
 
-    def _must_blend(self, index: int, fragment: _Fragment[T]) -> bool:
+    def _must_blend(self, index: int, fragment: FragmentState[T]) -> bool:
         saved, waiting = fragment.saved, fragment.waiting
         if saved is None or waiting is None:
             return True
@@ -462,22 +401,6 @@ class Session(Generic[T]):
                 "a redial, older than what we hold; it will refuse our pushes until it has caught "
                 "up, restarting this learner adopts its state"
             )
-
-
-def _monotonic(
-    what: str, fragment: int, known: tuple[int, bytes] | None, received: Received[T]
-) -> Verdict:
-    if known is None or received.version > known[0]:
-        return Verdict.ACCEPTED
-    if received.version < known[0]:
-        return Verdict.DROPPED
-    if received.digest == known[1]:
-        return Verdict.REPLAYED
-    raise ProtocolError(
-        ErrorCode.IDENTITY,
-        f"the syncer sent {what} {fragment} at version {received.version} twice with different "
-        "bytes",
-    )
 
 
 def _clip(versions: tuple[int, ...]) -> str:

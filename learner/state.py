@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from checkpoint.files import FileSystem, write_new
 from learner.errors import StateMismatch, StateUnreadable
+from learner.fragments import Anchor
 from learner.parameters import Parameters, local_part
 from learner.rng import restore_rng, rng_state
-from learner.session import Anchor
 from learner.trees import load_optimizer, pack, unpack
 
 log = logging.getLogger(__name__)

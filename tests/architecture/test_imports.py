@@ -56,7 +56,7 @@ COMMAND = ("learner.cli", "learner.options", "learner.progress")
 PURE = {
     "checkpoint": {"errors", "format", "snapshot"},
     "learner": {
-        "errors", "events", "hints", "island", "parameters", "partition", "ranks", "session", "staging",
+        "errors", "events", "fragments", "hints", "island", "parameters", "partition", "ranks", "session", "staging",
         "trees",
     },
     "syncer": {

@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from learner.fragments import Answer, Received
 from learner.parameters import Parameters
-from learner.session import Answer, Received, Session
+from learner.session import Session
 from wire.dtypes import DType
 from wire.frames import CHUNK_BYTES, FRAME_BYTES, FRAME_HEADER, MessageType
 from wire.layout import MergeMode, NamedFragment, NamedLayout, TensorSpec

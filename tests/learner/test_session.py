@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from learner.session import Anchor, Mode, Received, Session, Verdict
+from learner.fragments import Anchor, Received, Verdict
+from learner.session import Mode, Session
 from wire.errors import ProtocolError
 from wire.messages import FinalManifest, PullRequest
 

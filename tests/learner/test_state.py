@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from learner.errors import StateMismatch, StateUnreadable
+from learner.fragments import Anchor
 from learner.parameters import Parameters, find_trainables, specs_of
 from learner.partition import partition
-from learner.session import Anchor
 from learner.state import STATE_FILE, TENSORS_FILE, Identity, LocalState, StateStore
 from learner.trees import load_optimizer, pack, unpack
 
