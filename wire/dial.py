@@ -61,7 +61,8 @@ async def dial(
     async def add(index: int, first: bytes) -> None:
         stream = Stream(group.connection(), group, stall)
         await _connect(stream, host, port, door)
-        stream.write((first,))
+        stream.put((first,))
+        stream.flush()
         group.attach(index, stream)
 
     body = encode_hello(hello)

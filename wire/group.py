@@ -25,8 +25,6 @@ from wire.tls import PeerCertificate
 
 __all__ = ["Group", "GroupSink", "SendCounters", "Timeouts"]
 
-CONTROL_BATCH_BYTES = 16 * 1024
-"""Control frames given to the transport at once; the rest can still be withdrawn (W45)."""
 SLICES_PER_TURN = 8
 """CHUNKs written before the event loop gets a turn."""
 
@@ -93,7 +91,7 @@ class Group:
         self._arriving: set[Stream] = set()
         self._data: list[int] = []
         self._ending = False
-        self._pump_again = False
+        self._pump_due = False
         self._reason = ""
         self._announced = session.role is Role.SYNCER
         self._reported = False
@@ -145,7 +143,7 @@ class Group:
         """Queue a control message, ahead of all bulk (W45); `key` is for `withdraw_control`."""
         if not self.closed:
             self._outbox.put_control(message, key)
-            self._pump()
+            self._pump_soon()
 
     def withdraw_control(self, key: Hashable) -> bool:
         """Drop the unsent control messages with `key`; whether there was one (W45)."""
@@ -161,7 +159,7 @@ class Group:
         """
         if not self.closed:
             self._outbox.put_bulk(key, message, on_sent)
-            self._pump()
+            self._pump_soon()
 
     def withdraw_bulk(self, key: Hashable) -> bool:
         """Drop the message with `key` if no slice of it has been sent."""
@@ -308,29 +306,33 @@ class Group:
 
     # -- outbound ----------------------------------------------------------------------------
 
+    def _pump_soon(self) -> None:
+        """Pump once this turn of the loop is over: what it brings for one socket goes together."""
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
     def _pump(self) -> None:
         """Give the transports what they can take."""
-        self._pump_again = False
+        self._pump_due = False
         if not self.closed:
             self._write_control()
             self._write_bulk()
+            for stream in self._streams.values():
+                stream.flush()
+            control = self._streams.get(0)
+            if control is not None and not (control.busy or self._outbox.has_control):
+                self._settle_control(True)
         if self._flushers and self._all_sent():
             self._wake_flushers()
 
     def _write_control(self) -> None:
         control = self._streams.get(0)
-        while control is not None and not control.busy and self._outbox.has_control:
-            frames: list[bytes] = []
-            size = 0
-            while size < CONTROL_BATCH_BYTES:
-                frame = self._outbox.next_control()
-                if frame is None:
-                    break
-                frames.append(frame)
-                size += len(frame)
-            control.write(frames)
-        if control is not None and not control.busy:
-            self._settle_control(True)
+        while control is not None and not control.busy:
+            frame = self._outbox.next_control()
+            if frame is None:
+                return
+            control.put((frame,))
 
     def _write_bulk(self) -> None:
         for _ in range(SLICES_PER_TURN):
@@ -338,12 +340,12 @@ class Group:
             chunk = self._outbox.next_bulk(self._data, free) if free else None
             if chunk is None:
                 return
-            self._streams[chunk.stream].write((chunk.head, chunk.body))
+            stream = self._streams[chunk.stream]
+            stream.put((chunk.head, chunk.body))
             if chunk.on_sent is not None:
+                stream.flush()
                 chunk.on_sent()
-        if not self._pump_again:
-            self._pump_again = True
-            self._loop.call_soon(self._pump)
+        self._pump_soon()
 
     def _all_sent(self) -> bool:
         return self._outbox.empty and not any(s.busy for s in self._streams.values())
@@ -378,6 +380,8 @@ class Group:
     def _shut(self, reason: str, error: ProtocolError | None, *, linger: bool = False) -> None:
         if self.closed:
             return
+        if self._pump_due:
+            self._pump()  # what was said before goes out before the end
         self.closed = True
         self._reason = reason
         self._watch.stop()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from wire.connection import Core
@@ -20,6 +20,8 @@ from wire.messages import Buffer
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_COUNT = 6
+BATCH_BYTES = 16 * 1024
+"""Output that is collected before it is written; less is written by `flush`."""
 NOTSENT_LOWAT = 256 * 1024
 """Unsent bytes that the kernel takes of the control socket, so that PULLs stay withdrawable."""
 LOW_WATER = 256 * 1024
@@ -84,6 +86,8 @@ class Stream(asyncio.BufferedProtocol):
         self._gatherer: socket.socket | None = None
         self._low_water = 1
         self._reading = True
+        self._pending: list[Buffer] = []
+        self._pending_bytes = 0
         self._unsent_before = 0
         self._lingering = False
         self._after_linger: Callable[[], None] | None = None
@@ -166,12 +170,27 @@ class Stream(asyncio.BufferedProtocol):
             raise ValueError("the stream is not connected")
         return self._transport
 
-    def write(self, parts: Sequence[Buffer]) -> None:
-        """Send bytes-like objects in order, without joining them; `busy` afterwards says more."""
+    def put(self, parts: Iterable[Buffer]) -> None:
+        """Send bytes-like objects in order, without joining them, at the latest with `flush`.
+
+        Short ones wait for each other, so that many frames cost one system call. `busy` says
+        afterwards whether the kernel took what had to go out.
+        """
+        for part in parts:
+            self._pending.append(part)
+            self._pending_bytes += len(part)
+        if self._pending_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what `put` left."""
+        if not self._pending:
+            return
+        parts, self._pending = self._pending, []
+        size, self._pending_bytes = self._pending_bytes, 0
         if self.lost or self._transport is None or self._transport.is_closing():
             return
-        for part in parts:
-            self.bytes_out += len(part)
+        self.bytes_out += size
         self._transport.writelines(parts)
 
     def stalled_for(self, now: float) -> float:
@@ -237,7 +256,8 @@ class Stream(asyncio.BufferedProtocol):
             return
         self._linger_timer = self._loop.call_later(seconds, self._linger_over)
         if last:
-            self.write((last,))
+            self.put((last,))
+        self.flush()
         with contextlib.suppress(OSError):  # the peer is gone already: the linger ends by itself
             self._transport.write_eof()
         self.resume_reading()
