@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from learner import errors
 from learner.errors import LearnerError
 from learner.events import Result
+from learner.masters import Masters
 from learner.parameters import Parameters
 from learner.ranks import Operation, Ranks
 from wire.layout import NamedLayout
@@ -26,8 +27,9 @@ class LedParameters(Parameters):
         layout: NamedLayout,
         ranks: Ranks,
         take: Callable[[int], Tensor],
+        masters: Masters,
     ) -> None:
-        super().__init__(trainables, layout, take=take)
+        super().__init__(trainables, layout, take=take, masters=masters)
         self._ranks = ranks
 
     def snapshot(self, fragment: int) -> Tensor:

@@ -28,6 +28,7 @@ from learner.errors import BudgetFailed, ConfigError, LayoutError, LearnerError
 from learner.events import Counters, Event, Result, StepInfo
 from learner.initial import warm_up
 from learner.island import LedParameters
+from learner.masters import Masters, masters_in, no_masters
 from learner.parameters import Parameters, find_trainables, specs_of
 from learner.partition import partition
 from learner.protection import open_transport
@@ -61,6 +62,7 @@ class Learner:
         on_event: Callable[[Event], None] | None = None,
         transport: Transport | None = None,
         process_group: dist.ProcessGroup | None = None,
+        masters: Masters | None = None,
     ) -> None:
         """
         Args:
@@ -73,6 +75,9 @@ class Learner:
             process_group: all ranks of an island of several (L60). Each rank makes its own Learner
                 and calls the same methods; the first rank talks. Its timeout must exceed
                 `final_timeout_s` and `connect_timeout_s`. Needed for sharded parameters (FSDP2).
+            masters: gives the f32 master copy of a bf16 or f16 parameter, or None while there is
+                none. Asked at each boundary. By default the state of `optimizer` is searched, see
+                `learner.masters.NAMES`.
 
         Raises:
             LayoutError: the model cannot be synchronised, with the name of the culprit.
@@ -92,7 +97,9 @@ class Learner:
         )
         self.contract = session_contract_hash(self.layout.fingerprint, config.run_id)
         buffers = Buffers()
-        parameters = self._map(trainables, buffers)
+        if masters is None:
+            masters = no_masters if optimizer is None else masters_in(optimizer)
+        parameters = self._map(trainables, buffers, masters)
         shared = Shared(Session[Tensor](len(self.layout), config.learner_budget_steps))
         backup = Backup(
             shared,
@@ -115,11 +122,13 @@ class Learner:
         self._role = self._choose_role(transport)
         self._finished = False
 
-    def _map(self, trainables: dict[str, nn.Parameter], buffers: Buffers) -> Parameters:
+    def _map(
+        self, trainables: dict[str, nn.Parameter], buffers: Buffers, masters: Masters
+    ) -> Parameters:
         synced = self._ranks if self.config.address is not None else None
         if synced is not None and synced.leading:
-            return LedParameters(trainables, self.layout, synced, buffers.take)
-        return Parameters(trainables, self.layout, take=buffers.take)
+            return LedParameters(trainables, self.layout, synced, buffers.take, masters)
+        return Parameters(trainables, self.layout, take=buffers.take, masters=masters)
 
     def _store(self) -> StateStore | None:
         config = self.config

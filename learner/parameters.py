@@ -19,12 +19,14 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.errors import LayoutError
+from learner.masters import Masters, no_masters, source_of
 from learner.staging import CPU, CUDA, Host, pageable
 from wire.compiled import compiled
 from wire.layout import NamedLayout, TensorSpec
 
 _LEADING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ANYWHERE = frozenset(_LEADING[1:])
+_SLICE = 1 << 20
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -161,6 +163,7 @@ class Parameters:
         layout: NamedLayout,
         host: Host | None = None,
         take: Callable[[int], Tensor] = pageable,
+        masters: Masters = no_masters,
     ) -> None:
         """
         Args:
@@ -168,6 +171,7 @@ class Parameters:
             layout: names every trainable once.
             host: how copies work; by default what suits the parameters' device.
             take: makes room for so many f32 values in ordinary host memory.
+            masters: finds the f32 master of a bf16 or f16 parameter.
         """
         self.layout = layout
         self._slots: list[tuple[Slot, ...]] = []
@@ -184,6 +188,7 @@ class Parameters:
             host = CUDA if any(value.is_cuda for value in trainables.values()) else CPU
         self._host = host
         self.staged = host.staged
+        self._masters = masters
         self._allocate = host.allocate or take
 
     def __len__(self) -> int:
@@ -214,8 +219,9 @@ class Parameters:
         flat = self.room(fragment)
         fetched: list[Slot] = []
         for slot in self._slots[fragment]:
-            if _is_plain(slot.parameter):
-                torch.sub(slot.parameter, slot.of(anchor), out=slot.of(flat))
+            source = self._source(slot)
+            if _is_plain(source):
+                torch.sub(source, slot.of(anchor), out=slot.of(flat))
             else:
                 self._fetch(slot, slot.of(flat))
                 fetched.append(slot)
@@ -239,15 +245,20 @@ class Parameters:
         shares = np.float32(alpha), np.float32(1 - alpha)
         with self._staged(values) as staged:
             for slot in self._slots[fragment]:
-                _blend(slot.parameter, slot.shard_of(staged), *shares)
+                source = self._source(slot)
+                _blend(local_part(source.detach()), slot.shard_of(staged), *shares)
+                increment_version(source)
+                _write_through(source, slot.parameter)
 
     @torch.no_grad()
     def overwrite(self, fragment: int, values: Tensor) -> None:
         """θ ← Θ, cast to each parameter's dtype, in place (L31, L4)."""
         with self._staged(values) as staged:
             for slot in self._slots[fragment]:
-                local = local_part(slot.parameter)
+                source = self._source(slot)
+                local = local_part(source)
                 local.copy_(slot.shard_of(staged), non_blocking=self._host.staged)
+                _write_through(source, slot.parameter)
 
     def apply_cut(self, values: list[Tensor]) -> None:
         """Overwrite every fragment with the final cut (L31)."""
@@ -258,8 +269,9 @@ class Parameters:
     def take_part(self, fragment: int) -> None:
         """Sharded parameters: this rank's share of the leader's `snapshot` or `delta`."""
         for slot in self._slots[fragment]:
-            if isinstance(slot.parameter, DTensor):
-                slot.parameter.full_tensor()
+            source = self._source(slot)
+            if isinstance(source, DTensor):
+                source.full_tensor()
 
     def warm_up(self) -> None:
         """Load the compiled loop, so that the first broadcast does not wait for it."""
@@ -277,9 +289,12 @@ class Parameters:
         """A flat f32 CPU vector for the fragment, with arbitrary content."""
         return self._allocate(self.numels[fragment])
 
+    def _source(self, slot: Slot) -> Tensor:
+        return source_of(slot.name, slot.parameter, self._masters)
+
     def _fetch(self, slot: Slot, part: Tensor) -> None:
         """Copy to the host; on a GPU the cast happens there and the copy runs on (pinned)."""
-        source: Tensor = slot.parameter
+        source = self._source(slot)
         if isinstance(source, DTensor):
             source = source.full_tensor()
         if source.is_cuda:
@@ -305,15 +320,30 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _blend(parameter: nn.Parameter, incoming: Tensor, left: np.float32, right: np.float32) -> None:
-    local = local_part(parameter.detach())
+def _write_through(source: Tensor, parameter: nn.Parameter) -> None:
+    """A parameter with a master is the master's values, rounded."""
+    if source is not parameter:
+        local_part(parameter).copy_(local_part(source))
+
+
+def _blend(local: Tensor, incoming: Tensor, left: np.float32, right: np.float32) -> None:
+    """The blend of L26 in the memory of `local`."""
     if local.numel() == 0:
         return  # a shard may be empty
-    if _is_plain(local) and local.is_contiguous():
-        flat = incoming.reshape(-1).numpy()
-        _blend_in_place(local.view(-1).numpy(), flat, left, right)
-        increment_version(parameter)
+    if not local.is_contiguous():
+        _blend_slice(local, incoming, left, right)
         return
+    flat, values = local.view(-1), incoming.reshape(-1)
+    if _is_plain(local):
+        _blend_in_place(flat.numpy(), values.numpy(), left, right)
+        return
+    # In slices, or the temporaries would be as large as the parameter.
+    for begin in range(0, len(flat), _SLICE):
+        part = slice(begin, begin + _SLICE)
+        _blend_slice(flat[part], values[part], left, right)
+
+
+def _blend_slice(local: Tensor, incoming: Tensor, left: np.float32, right: np.float32) -> None:
     # Two rounded products and one rounded sum: add_(…, alpha=…) would fuse a product and the sum.
     target = incoming.to(local.device, non_blocking=True) * float(right)
     if local.dtype is torch.float32:

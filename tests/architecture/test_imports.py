@@ -56,8 +56,8 @@ COMMAND = ("learner.cli", "learner.options", "learner.progress")
 PURE = {
     "checkpoint": {"errors", "format", "snapshot"},
     "learner": {
-        "errors", "events", "fragments", "hints", "island", "parameters", "partition", "ranks", "session", "staging",
-        "trees",
+        "errors", "events", "fragments", "hints", "island", "masters", "parameters",
+        "partition", "ranks", "session", "staging", "trees",
     },
     "syncer": {
         "budget", "commands", "config", "context", "coordinator", "ending", "events",
