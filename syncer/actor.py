@@ -29,7 +29,7 @@ from syncer.logs import LEVELS, LOGGER, Progress, RateLimited
 from syncer.merge.engine import merge_round
 from syncer.merge.memory import ResultMemory
 from syncer.merge.plan import MergeResult, NonFiniteMerge
-from syncer.recorder import Recorder
+from syncer.recorder import Recorder, TapeFailed
 from syncer.services import Services
 from syncer.warmup import warm_up
 from syncer.workers import Workers, call_in, submit
@@ -142,7 +142,7 @@ class Actor:
         """After the end: wait for a running disk write, then close the tape durably.
 
         Raises:
-            OSError, ValueError: the tape's last records can't be written.
+            TapeFailed: the tape's last records can't be written.
         """
         await self._loop.run_in_executor(self._workers.disk, _nothing)
         if self._recorder is not None:
@@ -358,12 +358,12 @@ class Actor:
                 before_publish=None if recorder is None else recorder.sync,  # C40
             )
 
-        self._off_loop(
-            self._workers.disk,
-            job,
-            lambda _: e.SaveDone(command.ticket),
-            lambda error: e.SaveFailed(command.ticket, _reason(error)),
-        )
+        def failed(error: BaseException) -> e.Event:
+            if isinstance(error, TapeFailed):  # no retry helps,
+                return e.Failure(str(error))
+            return e.SaveFailed(command.ticket, _reason(error))
+
+        self._off_loop(self._workers.disk, job, lambda _: e.SaveDone(command.ticket), failed)
 
     def _write_final_state(self, command: c.WriteFinalState) -> None:
         write = self._services.write_final_state

@@ -39,12 +39,27 @@ class StartRefused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """What people are told about a resume.
+
+    Attributes:
+        step: of the checkpoint.
+        verified: whether its digests were checked (K15).
+        tape_step: step of the last commit record that the tape holds.
+    """
+
+    step: int
+    verified: bool
+    tape_step: int | None
+
+
+@dataclass(slots=True)
 class Launched:
     """What a run owns once its start was not refused.
 
     Attributes:
         profile: syncer profile hash, 32 bytes.
-        tape_step: step of the last commit record that a resumed tape holds.
+        resumption: None for a fresh run.
         drain_svd: waits for the SVD pool and ends it, None without one.
         alarm: tells of a fault of the pool.
         protection: keys and certificates.
@@ -54,14 +69,19 @@ class Launched:
     options: SyncerOptions
     profile: bytes
     store: CheckpointStore
-    resumed: ResumeFile | None
+    resumption: Resumption | None
     svd: SvdBackend
     drain_svd: Callable[[], None] | None
     alarm: PoolAlarm
     tape: TapeWriter | None
-    tape_step: int | None
     protection: Protection
     cleanup: contextlib.ExitStack
+    _resumed: ResumeFile | None
+
+    def take_resumed(self) -> ResumeFile | None:
+        """The checkpoint to go on from, once: whoever takes it decides how long it stays (C87)."""
+        resumed, self._resumed = self._resumed, None
+        return resumed
 
     @property
     def write_final_state(self) -> Callable[[Snapshot], None] | None:
@@ -98,14 +118,18 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
             options=options,
             profile=options.profile.digest(),
             store=store,
-            resumed=resumed,
+            resumption=(
+                None
+                if resumed is None
+                else Resumption(resumed.global_step, resumed.verified, tape_step)
+            ),
             svd=svd,
             drain_svd=drain_svd,
             alarm=alarm,
             tape=tape,
-            tape_step=tape_step,
             protection=protection,
             cleanup=undo.pop_all(),
+            _resumed=resumed,
         )
 
 

@@ -13,6 +13,10 @@ from syncer.tape import TapeWriter
 from syncer.workers import submit
 
 
+class TapeFailed(Exception):
+    """The tape can't be written, which ends the run (C35)."""
+
+
 class Recorder:
     """Records handed over on the loop are appended in their order, each with one write call.
 
@@ -47,16 +51,22 @@ class Recorder:
         """Make everything queued so far durable; blocks, so call it in another thread.
 
         Raises:
-            OSError, ValueError: a record can't be written.
+            TapeFailed: a record can't be written.
         """
-        self._pool.submit(self._append_and_sync).result()
+        self._run(self._append_and_sync)
 
     def close(self) -> None:
         """Append what is queued, sync and close; blocks. Raises as `sync`."""
         try:
             self.sync()
         finally:
-            self._pool.submit(self._writer.close).result()
+            self._run(self._writer.close)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            self._pool.submit(job).result()
+        except (OSError, ValueError) as error:
+            raise TapeFailed(self._complaint(error)) from error
 
     def _append_all(self) -> None:
         """In the tape's thread."""
@@ -76,8 +86,11 @@ class Recorder:
     def _appended(self, future: Future[None]) -> None:
         error = future.exception()
         if error is not None:
-            self._failed(f"the event tape {self._writer.path} can't be written: {error}")
+            self._failed(self._complaint(error))
         elif self._records:
             submit(self._loop, self._pool, self._append_all, self._appended)
         else:
             self._writing = False
+
+    def _complaint(self, error: BaseException) -> str:
+        return f"the event tape {self._writer.path} can't be written: {error}"

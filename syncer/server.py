@@ -27,6 +27,7 @@ from syncer.links import Link
 from syncer.logs import LOGGER
 from syncer.options import SyncerOptions, WorkerTimeouts
 from syncer.ready import ReadyFile
+from syncer.recorder import TapeFailed
 from syncer.services import Services
 from syncer.workers import Workers
 from wire import cli_support as cs
@@ -79,7 +80,7 @@ async def serve(launched: Launched) -> int:
     )
     protection = launched.protection
     replays = ReplayGuard() if protection.closed else None
-    core = Coordinator(coordinator_config(options), launched.resumed, replays)
+    core = Coordinator(coordinator_config(options), launched.take_resumed(), replays)
     actor = Actor(core, services, workers, loop)
     launched.alarm.connect(actor.fail_from_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -163,7 +164,7 @@ def _ready_file(options: SyncerOptions, host: str, port: int, profile: bytes) ->
 
 def _announce(launched: Launched, host: str, port: int) -> None:
     options = launched.options
-    resumed = launched.resumed
+    resumption = launched.resumption
     for text in (*options.warnings, *launched.protection.warnings):
         LOGGER.warning("%s", text)
     warn_of_exposure(launched.protection)
@@ -177,29 +178,29 @@ def _announce(launched: Launched, host: str, port: int) -> None:
         port=port,
         semantic_profile_sha256=launched.profile.hex(),
     )
-    if resumed is not None:
+    if resumption is not None:
         cs.log_event(
             LOGGER,
             logging.INFO,
             "resuming",
-            f"resuming step {resumed.global_step} of {options.checkpoint_path} "
-            f"({'verified' if resumed.verified else 'unverified'}) with outer lr "
+            f"resuming step {resumption.step} of {options.checkpoint_path} "
+            f"({'verified' if resumption.verified else 'unverified'}) with outer lr "
             f"{options.outer_lr_by_fragment or options.outer_lr}, momentum "
             f"{options.outer_momentum}, correction {options.delta_correction}",
-            step=resumed.global_step,
-            verified=resumed.verified,
+            step=resumption.step,
+            verified=resumption.verified,
         )
 
 
 def _record_resume(launched: Launched, actor: Actor) -> None:
     """C43: says which rounds the tape has lost, if any."""
-    if launched.resumed is not None:
+    if launched.resumption is not None:
         actor.record(
             {
                 "event": "resume",
                 "protocol_version": PROTOCOL_VERSION,
-                "checkpoint_step": launched.resumed.global_step,
-                "tape_step": launched.tape_step,
+                "checkpoint_step": launched.resumption.step,
+                "tape_step": launched.resumption.tape_step,
             }
         )
 
@@ -211,8 +212,8 @@ async def _until_finished(actor: Actor, acceptor: Acceptor) -> int:
     code, reason = finish.code, finish.reason
     try:
         await actor.settle()
-    except (OSError, ValueError) as error:  # the last records of the tape (C35)
-        code, reason = code or 1, reason or f"the event tape can't be written: {error}"
+    except TapeFailed as error:  # its last records (C35)
+        code, reason = code or 1, reason or str(error)
     if code:
         LOGGER.error("%s", reason)
     return code

@@ -15,6 +15,7 @@ from syncer import commands as c
 from syncer import events as e
 from syncer.broadcasts import INLINE_NUMEL
 from syncer.merge.plan import MergeJob, MergeSettings, Response
+from syncer.recorder import TapeFailed
 from syncer.svd.scalar import ScalarSvd
 from syncer.tape import TapeWriter
 from tests.syncer.shell.fakes import LAYOUT, Bench, FakeNewcomer, hello
@@ -378,8 +379,27 @@ async def test_a_tape_that_fails_ends_the_run(
     order(bench, c.WriteTape({"event": "e"}))
     await bench.until(lambda: bool(bench.core.of(e.Failure)))
     assert "No space left" in bench.core.of(e.Failure)[0].reason
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(TapeFailed, match="No space left"):
         await bench.actor.settle()
+    bench.workers.shutdown()
+
+
+async def test_a_tape_that_fails_before_a_rename_ends_the_run_without_retries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C35: only a failed checkpoint is worth another try."""
+    writer = TapeWriter(tmp_path / "tape")
+
+    def broken() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(writer, "sync", broken)
+    bench = Bench(tape=writer)
+    order(bench, c.SaveCheckpoint(1, c.SaveKind.PERIODIC, object()))
+    await bench.until(lambda: bool(bench.core.of(e.Failure)))
+    assert "tape" in bench.core.of(e.Failure)[0].reason
+    assert bench.core.of(e.SaveFailed) == []
+    assert bench.store.calls == []
     bench.workers.shutdown()
 
 
