@@ -217,12 +217,14 @@ class CoreMachine(RuleBasedStateMachine):
         assert state_of(self.driver.core) == before, "a dropped PUSH changes nothing"
         if reason:
             counts[reason] = counts.get(reason, 0) + 1
-            assert self.driver.core._ctx._rejected == counts, "but it is counted"
+            assert self.driver.core._ctx._rejected == counts, f"but it is counted as {reason}"
 
     def _refusal(
         self, member: Member, step: int, attempt: int, base: int, fragment: int
     ) -> str | None:
-        """The table of C20; an empty reason is a phase in which PUSH means nothing."""
+        """The table of C20; an empty reason: the phase, or a group just closed, makes it nothing."""
+        if member.generation not in self.watcher.live.get(member.learner_id, ()):
+            return ""
         if self.driver.phase is Phase.CUTOFF:
             return None
         if self.driver.phase not in (Phase.INIT, Phase.RUN, Phase.DRAIN):
