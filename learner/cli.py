@@ -83,7 +83,7 @@ def run(options: Options) -> None:
         _make_folder(flag, folder)
     task = build_task(options.task, options.settings)
     live = options.log_format == "text" and sys.stderr.isatty()
-    with Progress(live=live) as progress:
+    with Progress(live=live, alone=options.config.connect == BASELINE) as progress:
         learner = Learner(
             task.model,
             options.config,
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
         signals.hand_over_to(learner)
         with learner:
             _train(task, learner, options, progress)
-        progress.finished(learner.result, learner.local_step, task.evaluate())
+        progress.finished(learner.result, learner.local_step, task.evaluate(), learner.counters)
 
 
 def _make_folder(flag: str, folder: Path | str | None) -> None:

@@ -63,6 +63,7 @@ class Core:
         with self.shared.gate:
             session = self.shared.session
             self.shared.counters.pending_pulls = session.pending_pulls
+            self.shared.counters.stale_steps = session.stale_steps
             return StepInfo(
                 local_step=session.local_step,
                 applied=applied,

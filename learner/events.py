@@ -55,13 +55,17 @@ class Result:
 class Counters:
     """Totals since the start of the process (L71).
 
-    `push_bytes` counts tensor payload bytes handed to the connection; `delta_norm` is the L2 norm
-    of the newest pushed delta; `step_seconds` is the time spent inside `Learner.step`.
+    `push_bytes` counts tensor payload bytes handed to the connection, `received_bytes` those that
+    came; `delta_norm` is the L2 norm of the newest pushed delta; `stale_steps` are the own
+    optimizer steps since the broadcast was applied that is the longest ago, over all fragments;
+    `step_seconds` is the time spent inside `Learner.step`.
     """
 
     merges_applied: int = 0
     pushes: int = 0
     push_bytes: int = 0
+    received_bytes: int = 0
+    stale_steps: int = 0
     delta_norm: float = 0.0
     pending_pulls: int = 0
     redials: int = 0

@@ -245,6 +245,7 @@ class Link:
                 session.final_fragment(self.generation, message.fragment, received)
             if not session.init_needed:
                 shared.init.clear()
+            shared.counters.received_bytes += len(message.tensor)
             shared.counters.dropped_broadcasts = session.dropped
             shared.counters.replayed_broadcasts = session.replayed
             warnings, session.warnings = session.warnings, []

@@ -29,10 +29,19 @@ _log = logging.getLogger("learner.progress")
 class Progress:
     """Collects what the training loop reports; used as a context manager around it."""
 
-    def __init__(self, *, live: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, live: bool, alone: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            live: a line at the bottom of a terminal, instead of one every few seconds.
+            alone: a baseline, in which there is nothing to say of synchronisation.
+            clock: seconds.
+        """
+        self._alone = alone
         self._clock = clock
         self._live = Live(console=Console(file=sys.stderr), transient=True) if live else None
-        self._line_at = clock()
+        self._began = self._line_at = clock()
         self._tokens = 0
         self._losses: list[float] = []
         self._held_out = math.nan
@@ -63,11 +72,10 @@ class Progress:
         loss = sum(self._losses) / len(self._losses)
         self._line_at, self._tokens = now, 0
         self._losses.clear()
+        state = self._sync_state(info)
         line = (
             f"step {info.local_step}: loss {loss:.3f}, held-out {self._held_out:.3f}, "
-            f"{rate:,.0f} tokens/s, {counters.merges_applied} broadcasts applied, "
-            f"{counters.pushes} pushes ({counters.push_bytes / 1e6:,.1f} MB)"
-            f"{'' if info.connected else ', no syncer'}"
+            f"{rate:,.0f} tokens/s; {state}{self._synced(counters)}"
         )
         if self._live is not None:
             self._live.update(Text(line, style="cyan"))
@@ -80,13 +88,10 @@ class Progress:
             local_step=info.local_step,
             loss=round(loss, 5),
             tokens_per_s=round(rate, 1),
+            sync=state,
             connected=info.connected,
             pending_pulls=info.pending_pulls,
-            merges_applied=counters.merges_applied,
-            pushes=counters.pushes,
-            push_bytes=counters.push_bytes,
-            redials=counters.redials,
-            step_seconds=round(counters.step_seconds, 3),
+            **self._totals(counters),
         )
 
     def evaluated(self, local_step: int, loss: float) -> None:
@@ -101,19 +106,62 @@ class Progress:
             held_out_loss=round(loss, 6),
         )
 
-    def finished(self, result: events.Result | None, local_step: int, loss: float) -> None:
+    def finished(
+        self,
+        result: events.Result | None,
+        local_step: int,
+        loss: float,
+        counters: events.Counters,
+    ) -> None:
         """At the end of a run that ended well; `result` is None for a baseline."""
         what = "baseline" if result is None else f"final model of global step {result.step}"
         log_event(
             _log,
             logging.INFO,
             "final",
-            f"{what}: held-out loss {loss:.4f} nats per byte after {local_step} own steps",
+            f"{what}: held-out loss {loss:.4f} nats per byte after {local_step} own steps"
+            f"{self._synced(counters)}",
             local_step=local_step,
             held_out_loss=round(loss, 6),
             step=None if result is None else result.step,
             acknowledged=None if result is None else result.acknowledged,
+            **self._totals(counters),
         )
+
+    def _sync_state(self, info: events.StepInfo) -> str:
+        if self._alone:
+            return "without sync"
+        if info.finalizing:
+            return "finalizing"
+        return "in sync" if info.connected else "no syncer"
+
+    def _synced(self, counters: events.Counters) -> str:
+        """What synchronisation did so far, and what it cost, for a person."""
+        if self._alone:
+            return ""
+        return (
+            f"; {counters.merges_applied} broadcasts applied, {counters.pushes} pushes, "
+            f"{counters.stale_steps} steps stale; "
+            f"{counters.push_bytes / 1e6:,.1f} MB out, {counters.received_bytes / 1e6:,.1f} MB in; "
+            f"{counters.step_seconds:.1f} s lost to sync ({self._lost_percent(counters):.1f} %)"
+        )
+
+    def _totals(self, counters: events.Counters) -> dict[str, int | float]:
+        """The same for a program."""
+        return {
+            "merges_applied": counters.merges_applied,
+            "pushes": counters.pushes,
+            "push_bytes": counters.push_bytes,
+            "received_bytes": counters.received_bytes,
+            "stale_steps": counters.stale_steps,
+            "redials": counters.redials,
+            "step_seconds": round(counters.step_seconds, 3),
+            "step_percent": round(self._lost_percent(counters), 3),
+        }
+
+    def _lost_percent(self, counters: events.Counters) -> float:
+        """Time inside `Learner.step`, of all the time since the start."""
+        return 100 * counters.step_seconds / max(self._clock() - self._began, 1e-9)
 
     def on_event(self, event: events.Event) -> None:
         """The `on_event` of a `Learner`; what concerns the connection it logs itself."""

@@ -324,6 +324,12 @@ class Session(Generic[T]):
         return self.mode in (Mode.FINALIZING, Mode.ACKED, Mode.ENDED)
 
     @property
+    def stale_steps(self) -> int:
+        """Own steps since the broadcast that was applied the longest ago, over all fragments."""
+        since = [0 if f.anchor is None else f.anchor.local_step for f in self._fragments]
+        return self.local_step - min(since)
+
+    @property
     def acknowledged(self) -> bool:
         """FINAL_ACK was begun."""
         return self.mode in (Mode.ACKED, Mode.ENDED)
