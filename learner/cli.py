@@ -115,8 +115,8 @@ def _train(task: Task, learner: Learner, options: Options, progress: Progress) -
         step = task.train_step()
         if not math.isfinite(step.loss):
             raise NonFiniteParameters(
-                f"the training loss is {step.loss} after {learner.local_step} steps; "
-                f"a lower --lr than {options.settings.lr:g} may help"
+                f"the training loss of step {learner.local_step + 1} is {step.loss}; nothing of it "
+                f"was sent; a lower --lr than {options.settings.lr:g} may help"
             )
         info = learner.step(tokens=step.tokens)
         progress.stepped(step, info, learner.counters)

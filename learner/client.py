@@ -257,7 +257,7 @@ class NetworkClient:
                 await asyncio.sleep(max(0.0, left))
                 raise ConnectTimeout(
                     f"no syncer at {self._address} within {self._connect_timeout_s:g} s "
-                    f"({_reason(problem)})"
+                    f"({_reason(problem)}); is the address right, and does yeto-syncer run there?"
                 )
             await asyncio.sleep(FIRST_PAUSE_S)
 

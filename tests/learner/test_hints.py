@@ -51,6 +51,29 @@ def test_another_model() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("session-mismatch: contract a differs from the session's b", "another run id"),
+        ("session-mismatch: dtype 2 differs from the session's 3", "another --wire-dtype"),
+        (
+            "session-mismatch: fingerprint a differs from the session's b; contract c differs",
+            "layout.json files show where",
+        ),
+        ("auth: HELLO is not sealed, this syncer requires a key", "YETO_AUTH_KEY_FILE"),
+        (
+            "num-streams: 42095 data sockets, at most 256; this syncer has no key, so a sealed "
+            "HELLO cannot be opened here",
+            "start this learner without one",
+        ),
+    ],
+)
+def test_advice_fits_what_differs(text: str, advice: str) -> None:
+    said = hints.refusal(text)
+    assert said.startswith(text + "; ")
+    assert advice in said
+
+
 @pytest.mark.parametrize("text", ["", "no code at all", "stopped: enough", "unheard-of: x"])
 def test_what_is_not_known_is_left_as_it_is(text: str) -> None:
     assert hints.refusal(text) == text
