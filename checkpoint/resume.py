@@ -73,6 +73,11 @@ class ResumeFile:
         """Every learner id that ever merged (C8)."""
         return frozenset(int(key) for key in self.structure.ledger["id"])
 
+    @property
+    def gate(self) -> Gate:
+        """Its facts without its values, for HELLOs that come after those have gone."""
+        return Gate(self.structure)
+
     def snapshot_for(self, hello: Hello) -> Snapshot:
         """The state, if `hello` is of the experiment that wrote it; all or nothing (K18).
 
@@ -81,17 +86,7 @@ class ResumeFile:
         Raises:
             ProtocolError: `checkpoint-mismatch`; its sentence begins with the word of K19.
         """
-        layout = hello.layout.fragments
-        try:
-            check_identity(
-                self.structure,
-                hello.fingerprint,
-                [fragment.numel for fragment in layout],
-                [len(fragment.numels) for fragment in layout],
-            )
-            _check_contract(self.structure, hello)
-        except CheckpointRefused as error:
-            raise ProtocolError(ErrorCode.CHECKPOINT_MISMATCH, str(error)) from error
+        self.gate.check(hello)
         header = self.structure.header
         if header.backend is None:
             raise AssertionError("a V1 file does not get past K16")
@@ -103,6 +98,27 @@ class ResumeFile:
             self.fragments,
             self.ledger,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a checkpoint demands of every HELLO of the run that goes on from it (K18)."""
+
+    structure: Structure
+
+    def check(self, hello: Hello) -> None:
+        """Raises ProtocolError `checkpoint-mismatch`; its sentence begins with the word of K19."""
+        layout = hello.layout.fragments
+        try:
+            check_identity(
+                self.structure,
+                hello.fingerprint,
+                [fragment.numel for fragment in layout],
+                [len(fragment.numels) for fragment in layout],
+            )
+            _check_contract(self.structure, hello)
+        except CheckpointRefused as error:
+            raise ProtocolError(ErrorCode.CHECKPOINT_MISMATCH, str(error)) from error
 
 
 def check_identity(

@@ -79,7 +79,7 @@ class Coordinator:
         self._ctx = Context(config)
         self._saver = Saver(self._ctx)
         self._resumed = resumed
-        self._fresh = resumed is None
+        self._gate = None if resumed is None else resumed.gate
         self._startup = Startup(self._ctx, self._saver, resumed)
         self._scheduler: Scheduler | None = None
         self._finalization = Finalization(self._ctx, self._saver)
@@ -231,7 +231,7 @@ class Coordinator:
         ctx.phase = Phase.RUN
         self._scheduler = Scheduler(ctx, self._saver, model, session)
         ctx.log("info", f"{len(ctx.members.ids)} learners are here: round {model.global_step + 1}")
-        if self._fresh:
+        if self._gate is None:
             ctx.record(
                 event_record(
                     "start",
@@ -256,7 +256,8 @@ class Coordinator:
         hello, ctx = event.hello, self._ctx
         member = Member(hello.learner_id, hello.generation)
         try:
-            snapshot = admit(hello, self._config, ctx.session, self._resumed, fresh=self._fresh)
+            admit(hello, self._config, ctx.session, self._gate)
+            snapshot = None if self._resumed is None else self._resumed.snapshot_for(hello)
             if ctx.members.holds(member):
                 raise ProtocolError(  # step 14 of W12
                     ErrorCode.DUPLICATE_GENERATION,

@@ -36,6 +36,14 @@ class SessionFacts:
         return [fragment.numel for fragment in self.layout.fragments]
 
 
+class CheckpointGate(Protocol):
+    """What a checkpoint demands of every HELLO of the run that goes on from it."""
+
+    def check(self, hello: Hello) -> None:
+        """Raises ProtocolError `checkpoint-mismatch` (K18)."""
+        ...
+
+
 class ResumeSource(Protocol):
     """A checkpoint that passed K16 and waits for the HELLO that fixes the session (K17)."""
 
@@ -49,6 +57,11 @@ class ResumeSource(Protocol):
         """Learner ids that the file's ledger names."""
         ...
 
+    @property
+    def gate(self) -> CheckpointGate:
+        """Its demands, without its values."""
+        ...
+
     def snapshot_for(self, hello: Hello) -> Snapshot:
         """The state to install; raises ProtocolError `checkpoint-mismatch` (K18)."""
         ...
@@ -58,32 +71,22 @@ def admit(
     hello: Hello,
     config: CoordinatorConfig,
     session: SessionFacts | None,
-    resumed: ResumeSource | None,
-    *,
-    fresh: bool,
-) -> Snapshot | None:
+    gate: CheckpointGate | None,
+) -> None:
     """Apply W12 steps 10 to 13, in their order.
 
     Args:
         session: the fixed session, None before the first accepted HELLO.
-        resumed: the checkpoint, None in a fresh run and once the barrier has fallen.
-        fresh: whether the run began without a checkpoint.
-
-    Returns:
-        What a resumed run installs when this HELLO fixes the session.
+        gate: of the checkpoint that the run goes on from, None in a fresh run.
 
     Raises:
         ProtocolError: with the code of the first failing step.
     """
     check_configuration(hello, config)
-    snapshot = None
-    if resumed is not None:
-        snapshot = resumed.snapshot_for(hello)
-    elif session is not None and not fresh:
-        check_resumed(hello, session)
+    if gate is not None:
+        gate.check(hello)
     if session is not None:
         check_session(hello, session)
-    return snapshot
 
 
 def check_configuration(hello: Hello, config: CoordinatorConfig) -> None:
@@ -111,24 +114,6 @@ def check_configuration(hello: Hello, config: CoordinatorConfig) -> None:
             f"the layout has {len(hello.layout)} fragments, "
             f"--outer-lr-by-fragment lists {len(rates)} rates",
         )
-
-
-def check_resumed(hello: Hello, session: SessionFacts) -> None:
-    """W12 step 12 once the checkpoint's tensors are gone: its facts are the session's (K18).
-
-    Raises:
-        ProtocolError: `checkpoint-mismatch`.
-    """
-    wanted = SessionFacts.of(hello)
-    for name, theirs, ours in (
-        ("fingerprint", wanted.fingerprint.hex(), session.fingerprint.hex()),
-        ("layout", _numels_digest(wanted), _numels_digest(session)),
-        ("contract", wanted.contract.hex(), session.contract.hex()),
-    ):
-        if theirs != ours:
-            raise ProtocolError(
-                ErrorCode.CHECKPOINT_MISMATCH, _differs(name, theirs, ours, "the checkpoint's")
-            )
 
 
 def check_session(hello: Hello, session: SessionFacts) -> None:
@@ -167,7 +152,3 @@ def _hex_or_none(value: bytes | None) -> str:
 def _layout_digest(facts: SessionFacts) -> str:
     """A short name for a numeric layout, which has no hash of its own on the wire."""
     return hashlib.sha256(facts.layout.encode()).hexdigest()
-
-
-def _numels_digest(facts: SessionFacts) -> str:
-    return hashlib.sha256(repr(facts.numels).encode()).hexdigest()

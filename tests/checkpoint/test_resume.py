@@ -134,6 +134,8 @@ def test_k18_a_wrong_hello_changes_nothing(
         resumed.snapshot_for(hello(layout, **options))
     assert refusal.value.code is ErrorCode.CHECKPOINT_MISMATCH
     assert refusal.value.sentence.startswith(f"{word}: ")
+    with pytest.raises(ProtocolError, match=word):
+        resumed.gate.check(hello(layout, **options))
     assert same_bits(resumed.snapshot_for(hello()), cut(4))
 
 

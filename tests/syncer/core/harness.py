@@ -49,6 +49,18 @@ def hello(learner_id: int, generation: int, fragments: int = 1, **changes: Any) 
 
 
 @dataclass
+class FakeGate:
+    """What `FakeResume` demands of a HELLO."""
+
+    fragments: int
+    contract: bytes
+
+    def check(self, wanted: Hello) -> None:
+        if wanted.contract != self.contract or len(wanted.layout) != self.fragments:
+            raise ProtocolError(ErrorCode.CHECKPOINT_MISMATCH, "contract-mismatch")
+
+
+@dataclass
 class FakeResume:
     """A checkpoint at `global_step` of the harness's session."""
 
@@ -61,9 +73,12 @@ class FakeResume:
     def ledger_ids(self) -> Iterable[int]:
         return self.ledger.keys()
 
+    @property
+    def gate(self) -> FakeGate:
+        return FakeGate(self.fragments, self.contract)
+
     def snapshot_for(self, wanted: Hello) -> Snapshot:
-        if wanted.contract != self.contract or len(wanted.layout) != self.fragments:
-            raise ProtocolError(ErrorCode.CHECKPOINT_MISMATCH, "contract-mismatch")
+        self.gate.check(wanted)
         states = tuple(
             FragmentState(version_at(self.global_step, p, self.fragments), vector(), vector())
             for p in range(self.fragments)

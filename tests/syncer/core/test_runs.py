@@ -9,7 +9,7 @@ import pytest
 from checkpoint.snapshot import LedgerEntry, Snapshot
 from syncer import commands as c
 from syncer import events as e
-from tests.syncer.core.harness import FakeResume, version_at
+from tests.syncer.core.harness import FakeGate, FakeResume, version_at
 from tests.syncer.core.simulation import Simulation
 from wire.messages import Hello
 
@@ -117,6 +117,10 @@ class Saved:
     @property
     def ledger_ids(self) -> list[int]:
         return list(self.snapshot.ledger)
+
+    @property
+    def gate(self) -> FakeGate:
+        return FakeGate(len(self.snapshot.fragments), self.snapshot.contract)
 
     def snapshot_for(self, wanted: Hello) -> Snapshot:
         return self.snapshot

@@ -57,6 +57,8 @@ def test_w12_12_comes_before_13(k18_resume: FakeResume) -> None:
     text = driver.join(1, contract=OTHER)
     assert refusal(text) is ErrorCode.CHECKPOINT_MISMATCH, "also once the tensors are installed"
     assert refusal(driver.join(1, dtype=DType.BF16)) is ErrorCode.SESSION_MISMATCH
+    # What the checkpoint does not state, as a V2 file may, is the session's alone.
+    assert refusal(driver.join(1, fingerprint=OTHER)) is ErrorCode.SESSION_MISMATCH
 
 
 @pytest.fixture
