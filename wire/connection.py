@@ -35,6 +35,9 @@ from wire.messages import BUDGET_BYTES, Message, decode_payload
 
 STAGING_BYTES = 16 * 1024
 """Frames up to this size are read together; also the most that is ever copied of a longer one."""
+PROGRESS_BYTES = 1024 * 1024
+"""How much of a slice lands before its owner hears of it: each time costs as much as copying
+some 200 KiB."""
 FREE_HELLO_BYTES = 64 * 1024
 """What a first frame may take of memory without asking."""
 
@@ -190,7 +193,7 @@ class Connection:
         self._start = 0
         self._end = 0
         self._piece: Slice | None = None
-        self._landed = False
+        self._reported = 0
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes go: a message's memory, or staging."""
@@ -204,14 +207,13 @@ class Connection:
         return self._staging[self._end :]
 
     def buffer_updated(self, count: int) -> bool:
-        """Account for `count` bytes; false when they only filled part of a small body."""
+        """Account for `count` bytes; false when they are part of a body that goes on."""
         piece = self._piece
         if piece is None:
             self._end += count
             return True
         piece.filled += count
-        self._landed = piece.partial.total > STAGING_BYTES
-        return self._landed or piece.filled == len(piece.view)
+        return piece.filled == len(piece.view) or piece.filled - self._reported >= PROGRESS_BYTES
 
     @property
     def expected(self) -> int:
@@ -229,8 +231,8 @@ class Connection:
         while True:
             piece = self._piece
             if piece is not None:
-                if self._landed:
-                    self._landed = False
+                if self._has_news(piece):
+                    self._reported = piece.filled
                     return Progress(piece)
                 if piece.filled < len(piece.view):
                     return None
@@ -296,7 +298,13 @@ class Connection:
         piece.filled = count
         self._start += count
         self._piece = piece
-        self._landed = piece.partial.total > STAGING_BYTES
+        self._reported = 0
+
+    def _has_news(self, piece: Slice) -> bool:
+        news = piece.filled - self._reported
+        if piece.filled < len(piece.view):
+            return news >= PROGRESS_BYTES
+        return news > 0 and piece.partial.total > STAGING_BYTES
 
     def _staged(self, kind: MessageType, length: int) -> Received:
         at = self._start + FRAME_BYTES

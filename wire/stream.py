@@ -24,7 +24,7 @@ BATCH_BYTES = 16 * 1024
 """Output that is collected before it is written; less is written by `flush`."""
 NOTSENT_LOWAT = 256 * 1024
 """Unsent bytes that the kernel takes of the control socket, so that PULLs stay withdrawable."""
-LOW_WATER = 256 * 1024
+LOW_WATER = 1024 * 1024
 """Bytes of an announced body that the kernel gathers before it wakes us, where it can."""
 _GATHERS = sys.platform == "linux"
 

@@ -24,7 +24,7 @@ from tests.wire.support import (
     tensor,
     valid_messages,
 )
-from wire.connection import BadBudget, FirstFrame, Progress, Received, tensor_region
+from wire.connection import PROGRESS_BYTES, BadBudget, FirstFrame, Progress, Received, tensor_region
 from wire.dtypes import DType
 from wire.errors import ProtocolError
 from wire.frames import HELLO_LIMIT, READABLE, MessageType, Role
@@ -149,14 +149,19 @@ def test_a_body_lands_in_the_message_itself() -> None:
     head = core.get_buffer()
     head[:1000] = first[:1000]
     core.buffer_updated(1000)
-    assert isinstance(core.next_event(), Progress)
     assert core.next_event() is None
     place = core.get_buffer()
-    assert len(place) == len(first) - 1000
+    assert len(place) == core.expected == len(first) - 1000
     place[:] = first[1000:]
-    assert core.buffer_updated(len(place))
+    assert not core.buffer_updated(1000)
+    assert core.next_event() is None
+    assert core.buffer_updated(PROGRESS_BYTES)
     assert isinstance(core.next_event(), Progress)
     assert core.next_event() is None
+    assert core.buffer_updated(core.expected)
+    assert isinstance(core.next_event(), Progress)
+    assert core.next_event() is None
+    assert core.expected == 0
     events = list(feed(core, b"".join(chunks(3, inner, [4_000_000, 8_000_000])[1:])))
     assert isinstance(events[-1], Received)
     message = events[-1].message
