@@ -70,7 +70,8 @@ class Learner:
             config: everything else.
             optimizer, scheduler, data: saved and restored with the durable state (L50); `data`
                 is whatever knows the position in the data.
-            on_event: called with typed events, on the training thread only.
+            on_event: called with typed events, on the training thread only, and on the first rank
+                only.
             transport: TLS and the seal of HELLO; None is what `config` says.
             process_group: all ranks of an island of several (L60). Each rank makes its own Learner
                 and calls the same methods; the first rank talks. Its timeout must exceed
@@ -117,7 +118,7 @@ class Learner:
             buffers=buffers,
             shared=shared,
             backup=backup,
-            on_event=on_event,
+            on_event=on_event if self._leading else None,
         )
         self._role = self._choose_role(transport)
         self._finished = False

@@ -52,7 +52,13 @@ def main() -> None:
         state_every_steps=2,
     )
     report: dict[str, object] = {"rank": rank}
-    learner = Learner(model, config, process_group=dist.group.WORLD)
+    events: list[str] = []
+    learner = Learner(
+        model,
+        config,
+        process_group=dist.group.WORLD,
+        on_event=lambda event: events.append(type(event).__name__),
+    )
     try:
         with learner as sync:
             report["start"] = sync.local_step
@@ -67,9 +73,11 @@ def main() -> None:
             report["result"] = None if sync.result is None else list(sync.result.versions)
     except LearnerError as error:
         report["error"] = f"{type(error).__name__}: {error}"
+    report["events"] = events
     report["steps"] = learner.local_step
     report["values"] = [whole(p) for p in model.parameters()]
     (Path(out) / f"rank-{rank}.json").write_text(json.dumps(report))
+    dist.barrier()  # gloo aborts a rank whose peer leaves in the middle of its own end
     dist.destroy_process_group()
 
 

@@ -95,6 +95,11 @@ def test_two_ranks_are_one_learner(kind: str, tmp_path: Path) -> None:
         assert report["values"] == expected
         assert report["result"] == [1, 2]
         assert "error" not in report
+    # Point 1: the first rank's callback only, which reports for the island.
+    first, second = (report["events"] for report in reports(tmp_path))
+    assert second == []
+    assert first.count("PushSent") == first.count("BroadcastApplied") == 2
+    assert {"LinkUp", "Finalizing"} <= set(first)
 
 
 @pytest.mark.slow
@@ -121,6 +126,7 @@ def test_a_fatal_error_reaches_every_rank(tmp_path: Path) -> None:
         for _ in range(2):
             syncer.expect(PushFragment)
         syncer.error("enough")
+    assert reports(first)[1]["events"] == []
     for report in reports(first):
         assert report["error"] == "SyncerRefused: stopped: enough"
         assert report["steps"] == 4
