@@ -186,6 +186,7 @@ def test_a_whole_life(syncer: ScriptedSyncer, dtype: str, streams: int, tmp_path
     assert sync.counters.merges_applied == 2
     assert sync.counters.pushes == kinds.count(PushSent) == 1
     assert sync.counters.push_bytes == len(push.tensor)
+    assert sync.counters.received_bytes > 0
 
 
 def test_only_learner_0_sends_init(syncer: ScriptedSyncer) -> None:

@@ -79,6 +79,23 @@ def test_frozen_parameters_buffers_and_empty_ones_are_left_out() -> None:
     assert mapped(model).numels == (1,)
 
 
+def test_what_is_no_trainable_stays_as_it_is() -> None:
+    """L1: running statistics, counters and masks are each island's own, whatever arrives."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model.register_parameter("steps", nn.Parameter(torch.tensor([7, 8]), requires_grad=False))
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model(torch.randn(5, 3))
+    parameters = mapped(model)
+    names = {name for name, _ in parameters.named()}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    before = {n: v.clone() for n, v in model.state_dict().items() if n not in names}
+    assert "1.num_batches_tracked" in before
+    parameters.overwrite(0, torch.randn(parameters.numels[0]))
+    parameters.blend(0, torch.randn(parameters.numels[0]), 0.5)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")],

@@ -55,6 +55,21 @@ def test_pull_waits_for_an_anchor_and_for_progress() -> None:
     assert session.pending_pulls == 0
 
 
+def test_staleness_is_that_of_the_fragment_that_waits_the_longest() -> None:
+    """Own steps since its broadcast was applied; without one, all of them."""
+    session: Session[str] = Session(2)
+    session.connected(G1)
+    boundary(session)
+    session.broadcast(G1, 0, got(0))
+    boundary(session)
+    assert session.stale_steps == 2
+    session.broadcast(G1, 1, got(0))
+    boundary(session)
+    assert session.stale_steps == 1
+    boundary(session)
+    assert session.stale_steps == 2
+
+
 def test_a_push_resets_no_counter() -> None:
     """L21."""
     session = training(1)
