@@ -1,10 +1,17 @@
-"""Round trips of single small frames: the bare loop, and the product on it."""
+"""Round trips of single small frames: the bare loop, and the product on it.
+
+Each process stays on a core of its own, as if they were on two machines. Left alone, the scheduler
+puts both on one core or on two as it likes, and in a virtual machine a wake-up across cores costs
+many times one on the same core.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
@@ -16,6 +23,20 @@ from wire.messages import Heartbeat, PullRequest
 
 ECHOES = 1000
 """Round trips of one transfer."""
+
+
+@contextmanager
+def _alone(number: int) -> Iterator[None]:
+    """Keep this thread on one core, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 class _Echo(asyncio.Protocol):
@@ -57,7 +78,8 @@ class FarEcho:
         """Answer `ECHOES` times."""
         self._left = ECHOES
         self._done.clear()
-        self._runner.run(_wait(self._done))
+        with _alone(1):
+            self._runner.run(_wait(self._done))
 
     def close(self) -> Mapping[str, float]:
         """Nothing to tell."""
@@ -84,7 +106,8 @@ class NearEcho:
 
     def transfer(self) -> None:
         """Ask `ECHOES` times."""
-        self._runner.run(self._ask())
+        with _alone(0):
+            self._runner.run(self._ask())
 
     async def _ask(self) -> None:
         question = bytes(self._size)
@@ -107,6 +130,11 @@ async def _wait(event: asyncio.Event) -> None:
 class FarControl(FarGroups):
     """Answers a HEARTBEAT with a PULL."""
 
+    def transfer(self) -> None:
+        """See `End`."""
+        with _alone(1):
+            super().transfer()
+
     async def exchange(self) -> None:
         """`ECHOES` times."""
         for _ in range(ECHOES):
@@ -120,6 +148,11 @@ class NearControl(NearGroups):
     def __init__(self, setup: Setup, port: int) -> None:
         super().__init__(setup, port)
         self._seconds: list[float] = []
+
+    def transfer(self) -> None:
+        """See `End`."""
+        with _alone(0):
+            super().transfer()
 
     async def exchange(self) -> None:
         """`ECHOES` times."""
