@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.wire.ends import HOST, Setup
 from wire.frames import SLICE_BYTES
+from wire.stream import LOCAL_SEND_BYTES
 
 Move = Callable[[socket.socket, memoryview], None]
 SERVER_NAME = "localhost"
@@ -38,7 +39,7 @@ class RawEnd:
     """Blocking sockets: 4 MiB slices, slice i over socket i mod S.
 
     One thread moves the slices in turn, or each socket has a thread of its own. Several learners
-    are served one after the other, or side by side.
+    are served one after the other, or side by side. `tuned` ways have the product's send buffer.
     """
 
     def __init__(self, setup: Setup, sockets: Sequence[socket.socket], *, near: bool) -> None:
@@ -115,7 +116,12 @@ def accepted(setup: Setup, announce: Callable[[int], None]) -> list[socket.socke
 
 def connected(setup: Setup, port: int) -> list[socket.socket]:
     """All sockets of the near side."""
-    return [socket.create_connection((HOST, port)) for _ in range(setup.streams * setup.learners)]
+    count = setup.streams * setup.learners
+    sockets = [socket.create_connection((HOST, port)) for _ in range(count)]
+    if setup.kind.startswith("tuned"):
+        for sock in sockets:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_SEND_BYTES)
+    return sockets
 
 
 def far_raw(setup: Setup, announce: Callable[[int], None]) -> RawEnd:

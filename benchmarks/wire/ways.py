@@ -14,6 +14,8 @@ from benchmarks.wire.ends import FarMaker, NearMaker, serve
 FAR: Mapping[str, FarMaker] = {
     "raw": raw.far_raw,
     "raw-threads": raw.far_raw,
+    "tuned": raw.far_raw,
+    "tuned-threads": raw.far_raw,
     "tls-raw": raw.far_tls,
     "tls-raw-threads": raw.far_tls,
     "streamreader": raw.ReaderEnd,
@@ -26,6 +28,8 @@ FAR: Mapping[str, FarMaker] = {
 NEAR: Mapping[str, NearMaker] = {
     "raw": raw.near_raw,
     "raw-threads": raw.near_raw,
+    "tuned": raw.near_raw,
+    "tuned-threads": raw.near_raw,
     "tls-raw": raw.near_tls,
     "tls-raw-threads": raw.near_tls,
     "streamreader": raw.near_raw,

@@ -35,6 +35,7 @@ from wire.messages import (
     Shutdown,
     encode_frame,
 )
+from wire.stream import LOCAL_SEND_BYTES
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 NUMEL = 3_000_000
@@ -281,6 +282,23 @@ def test_p8_an_error_reaches_our_learner_unchunked(run: Run) -> None:
 
 
 # -- section 10 --------------------------------------------------------------------------------
+
+
+def test_output_to_the_same_machine_stays_short(run: Run) -> None:
+    """Both ends of a loopback socket; the kernel counts its own bookkeeping too, so twice."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            learner, _ = await join(syncer, hello(1))
+            group, _ = await syncer.group()
+            await until(lambda: group.attached == 1)
+            for side in (learner, group):
+                for stream in side._streams.values():
+                    sock = stream.transport.get_extra_info("socket")
+                    size = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                    assert size <= 2 * LOCAL_SEND_BYTES
+
+    run(main())
 
 
 def test_w43_silence_after_a_heartbeat(run: Run) -> None:
