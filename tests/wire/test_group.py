@@ -258,7 +258,8 @@ def test_w40_a_learner_reports_a_fault_and_sends_no_error(run: Run) -> None:
         async with Syncer() as syncer:
             learner, sink = await join(syncer, hello(1))
             group, at_syncer = await syncer.group()
-            group._streams[0].write((frame(MessageType.HEARTBEAT, bytes(12)),))
+            group._streams[0].put((frame(MessageType.HEARTBEAT, bytes(12)),))
+            group._streams[0].flush()
             assert (await sink.end()).startswith("bad-type: ")
             assert learner.fault is not None
             await at_syncer.end()
