@@ -28,8 +28,8 @@ from checkpoint.sums import SumsEntry, damaged_sections, entry_of, read_sums, re
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Hello
 
-LOAD_THREADS = 4
-"""Fragments read at a time when a checkpoint is loaded."""
+LOAD_THREADS = 8
+"""Fragments read at a time when a checkpoint is loaded: some wait for the disk, others hash."""
 
 _NO_DAMAGE = frozenset({Reason.LEGACY_V1, Reason.BACKEND_MISMATCH, Reason.STEP_AFTER_TOTAL})
 """Refusals of files that may be whole; a spare would not help against them."""
