@@ -143,6 +143,7 @@ class Group:
         """Queue a control message, ahead of all bulk (W45); `key` is for `withdraw_control`."""
         if not self.closed:
             self._outbox.put_control(message, key)
+            self._write_control()
             self._pump_soon()
 
     def withdraw_control(self, key: Hashable) -> bool:
@@ -159,6 +160,7 @@ class Group:
         """
         if not self.closed:
             self._outbox.put_bulk(key, message, on_sent)
+            self._write_bulk()
             self._pump_soon()
 
     def withdraw_bulk(self, key: Hashable) -> bool:
@@ -307,7 +309,10 @@ class Group:
     # -- outbound ----------------------------------------------------------------------------
 
     def _pump_soon(self) -> None:
-        """Pump once this turn of the loop is over: what it brings for one socket goes together."""
+        """Pump once this turn of the loop is over: what it brings for one socket goes together.
+
+        Unless a socket is behind, the peer sees everything in the order in which it was sent here.
+        """
         if not self._pump_due:
             self._pump_due = True
             self._loop.call_soon(self._pump)

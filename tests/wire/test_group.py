@@ -503,6 +503,24 @@ def test_w45_control_goes_between_two_chunks_of_stream_0(run: Run) -> None:
     run(main())
 
 
+def test_on_one_socket_that_keeps_up_everything_comes_in_the_order_it_was_sent(run: Run) -> None:
+    """A client that asks nothing of W45 knows the base of a PULL when it comes."""
+
+    async def main() -> None:
+        async with Syncer() as syncer:
+            (control,), group, _ = await bare_learner(syncer, hello(0))
+            for step in range(1, 4):
+                for fragment in range(2):
+                    values = memoryview(tensor(fragment))
+                    group.send_bulk(fragment, Broadcast(fragment, step, values))
+                group.send_control(PullRequest(0, step, 1))
+            kinds = [(await control.frame())[0] for _ in range(9)]
+            turn = [MessageType.CHUNK, MessageType.CHUNK, MessageType.PULL_REQ]
+            assert kinds == turn * 3
+
+    run(main())
+
+
 def test_w48_at_most_two_tensors_wait_for_the_owner(run: Run) -> None:
     async def main() -> None:
         async with Syncer() as syncer:
