@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from syncer import actor, server
+from syncer import jobs, server
 from syncer.options import resolve, syncer_options, worker_timeouts
 from wire import cli_support as cs
 from wire.loop import new_event_loop
@@ -72,7 +72,7 @@ def main(context: click.Context, /, **values: Any) -> None:
         probes.append(Probe(loop))
         return loop
 
-    actor.merge_round = watched(actor.merge_round)  # type: ignore[attr-defined]
+    jobs.merge_round = watched(jobs.merge_round)  # type: ignore[attr-defined]
     code = server.run(options, worker_timeouts(os.environ), probed_loop)
     OUTPUT.write_text("".join(f"{sample}\n" for sample in probes[0].samples))
     context.exit(code)

@@ -12,31 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-
-from torch import Tensor
 
 from syncer import commands as c
 from syncer import events as e
 from syncer.broadcasts import Broadcasts
+from syncer.jobs import Jobs
 from syncer.links import Link
 from syncer.logs import LEVELS, LOGGER, Progress, RateLimited
-from syncer.merge.engine import merge_round
-from syncer.merge.memory import ResultMemory
-from syncer.merge.plan import MergeResult, NonFiniteMerge
-from syncer.recorder import Recorder, TapeFailed
+from syncer.recorder import Recorder
 from syncer.services import Services
-from syncer.warmup import warm_up
-from syncer.workers import Workers, call_in, submit
-from wire.dtypes import DType
+from syncer.workers import Workers, call_in
 from wire.errors import ProtocolError
-from wire.messages import Buffer, Hello, PullRequest
-from wire.tensors import decode
+from wire.messages import Hello, PullRequest
 
 if TYPE_CHECKING:
     from wire.accept import Newcomer
@@ -79,7 +70,6 @@ class Actor:
         self.log = RateLimited()
         self.links: dict[e.Member, Link] = {}
         self._core = core
-        self._services = services
         self._workers = workers
         self._loop = loop
         self._inbox: deque[e.Event] = deque()
@@ -91,11 +81,11 @@ class Actor:
         self._token = 0
         self._session: Hello | None = None
         self.progress = Progress()
-        self._results = ResultMemory()
         self._broadcasts = Broadcasts(loop, workers.encode, self.fail)
         self._recorder: Recorder | None = None
         if services.tape is not None:
             self._recorder = Recorder(services.tape, loop, workers.tape, self.fail)
+        self._jobs = Jobs(services, workers, loop, self.post, self._recorder)
         self._runners: dict[type[Any], Callable[[Any], None]] = {
             c.AcceptHello: self._accept_hello,
             c.RefuseHello: self._refuse_hello,
@@ -106,12 +96,12 @@ class Actor:
             c.SendShutdown: self._send_shutdown,
             c.CloseGroup: self._close_group,
             c.DecodeInit: self._decode_init,
-            c.StartMerge: self._start_merge,
-            c.SaveCheckpoint: self._save_checkpoint,
-            c.WriteFinalState: self._write_final_state,
-            c.WriteMarker: self._write_marker,
-            c.RemoveMarker: self._remove_marker,
-            c.DrainPool: self._drain_pool,
+            c.StartMerge: self._jobs.start_merge,
+            c.SaveCheckpoint: self._jobs.save_checkpoint,
+            c.WriteFinalState: self._jobs.write_final_state,
+            c.WriteMarker: self._jobs.write_marker,
+            c.RemoveMarker: self._jobs.remove_marker,
+            c.DrainPool: self._jobs.drain_pool,
             c.WriteTape: self._write_tape,
             c.Log: self._write_log,
             c.Finish: self._finish,
@@ -209,7 +199,7 @@ class Actor:
         member = command.member
         link = Link(member, self._left, self.post, self.log)
         if self._session is None:
-            self._warm_up(hello)
+            self._jobs.warm_up(hello)
         self._session = hello
         self.links[member] = link
         link.open(newcomer.adopt(hello, link))
@@ -257,7 +247,7 @@ class Actor:
             command.fragment,
             command.version,
             command.params,
-            self._dtype.bulk,
+            self._accepted.dtype.bulk,
         )
 
     def _send_cut(self, command: c.SendCut) -> None:
@@ -282,125 +272,15 @@ class Actor:
         links = self.links
         return [links[member] for member in members if member in links]
 
+    def _decode_init(self, command: c.DecodeInit) -> None:
+        self._jobs.decode_init(command, self._accepted)
+
     @property
-    def _dtype(self) -> DType:
+    def _accepted(self) -> Hello:
+        """A HELLO of the session."""
         if self._session is None:
             raise RuntimeError("no HELLO was accepted yet")
-        return self._session.dtype
-
-    # -- threads ---------------------------------------------------------------------------------
-
-    def _off_loop(
-        self,
-        pool: ThreadPoolExecutor,
-        job: Callable[[], T],
-        done: Callable[[T], e.Event],
-        failed: Callable[[BaseException], e.Event],
-    ) -> None:
-        def answer(future: Future[T]) -> None:
-            error = future.exception()
-            self.post(done(future.result()) if error is None else failed(error))
-
-        submit(self._loop, pool, job, answer)
-
-    def _decode_init(self, command: c.DecodeInit) -> None:
-        session = self._session
-        if session is None:
-            raise RuntimeError("an INIT set without a session")
-        dtype = session.dtype.bulk
-        numels = [fragment.numel for fragment in session.layout.fragments]
-
-        def job() -> tuple[Tensor, ...]:
-            return tuple(map(_decoder(dtype), command.tensors, numels))
-
-        self._off_loop(
-            self._workers.encode,
-            job,
-            lambda params: e.InitDecoded(command.ticket, params),
-            lambda error: e.Failure(f"the initial parameters can't be decoded: {error}"),
-        )
-
-    def _warm_up(self, hello: Hello) -> None:
-        """While the quorum gathers: so the first round need not wait for compiled code."""
-        modes = frozenset(fragment.mode for fragment in hello.layout.fragments)
-        self._workers.merge.submit(warm_up, hello.dtype, modes, self._services.heloco)
-
-    def _start_merge(self, command: c.StartMerge) -> None:
-        def job() -> tuple[MergeResult, float]:
-            start = time.perf_counter()
-            result = merge_round(command.job, self._services.svd, memory=self._results)
-            return result, time.perf_counter() - start
-
-        def failed(error: BaseException) -> e.Event:
-            if isinstance(error, NonFiniteMerge):
-                return e.MergeRefused(command.ticket, error.largest)
-            return e.Failure(f"a merge failed: {_reason(error)}")
-
-        self._off_loop(
-            self._workers.merge, job, lambda made: e.MergeDone(command.ticket, *made), failed
-        )
-
-    def _drain_pool(self, command: c.DrainPool) -> None:
-        drain = self._services.drain_svd
-        if drain is None:
-            self.post(e.TaskDone(command.ticket))
-            return
-        self._task(self._workers.drain, command.ticket, drain, "the SVD pool can't be drained")
-
-    def _save_checkpoint(self, command: c.SaveCheckpoint) -> None:
-        recorder = self._recorder
-
-        def job() -> None:
-            self._services.store.save(
-                command.snapshot,
-                patch=command.patch,
-                last=command.last,
-                before_publish=None if recorder is None else recorder.sync,  # C40
-            )
-
-        def failed(error: BaseException) -> e.Event:
-            if isinstance(error, TapeFailed):  # no retry helps,
-                return e.Failure(str(error))
-            return e.SaveFailed(command.ticket, _reason(error))
-
-        self._off_loop(self._workers.disk, job, lambda _: e.SaveDone(command.ticket), failed)
-
-    def _write_final_state(self, command: c.WriteFinalState) -> None:
-        write = self._services.write_final_state
-        if write is None:
-            raise RuntimeError("a final state was ordered without --final-state")
-        self._task(
-            self._workers.disk,
-            command.ticket,
-            lambda: write(command.snapshot),
-            "--final-state can't be written",
-        )
-
-    def _write_marker(self, command: c.WriteMarker) -> None:
-        self._task(
-            self._workers.disk,
-            command.ticket,
-            lambda: self._services.store.write_marker(command.step),
-            "the final marker can't be written",
-        )
-
-    def _remove_marker(self, command: c.RemoveMarker) -> None:
-        self._task(
-            self._workers.disk,
-            command.ticket,
-            self._services.store.remove_marker,
-            "the stale final marker can't be removed",
-        )
-
-    def _task(
-        self, pool: ThreadPoolExecutor, ticket: int, job: Callable[[], None], complaint: str
-    ) -> None:
-        self._off_loop(
-            pool,
-            job,
-            lambda _: e.TaskDone(ticket),
-            lambda error: e.Failure(f"{complaint}: {_reason(error)}"),
-        )
+        return self._session
 
     # -- words -----------------------------------------------------------------------------------
 
@@ -421,12 +301,3 @@ class Actor:
 
 def _nothing() -> None:
     """Runs when everything before it in a pool has run."""
-
-
-def _decoder(dtype: DType) -> Callable[[Buffer, int], Tensor]:
-    return lambda data, numel: decode(data, dtype, numel)
-
-
-def _reason(error: BaseException) -> str:
-    """One line for people: the text of an error, or its kind when it has none."""
-    return str(error) or type(error).__name__
