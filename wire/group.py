@@ -322,12 +322,12 @@ class Group:
         self._pump_due = False
         if not self.closed:
             self._write_control()
-            self._write_bulk()
+            if self._outbox.has_bulk:
+                self._write_bulk()
             for stream in self._streams.values():
                 stream.flush()
-            control = self._streams.get(0)
-            if control is not None and not (control.busy or self._outbox.has_control):
-                self._settle_control(True)
+            if self._control_flushers:
+                self._settle_if_sent()
         if self._flushers and self._all_sent():
             self._wake_flushers()
 
@@ -353,13 +353,19 @@ class Group:
         self._pump_soon()
 
     def _all_sent(self) -> bool:
-        return self._outbox.empty and not any(s.busy for s in self._streams.values())
+        waits = self._pump_due or not self._outbox.empty
+        return not (waits or any(stream.busy for stream in self._streams.values()))
 
     def _wake_flushers(self) -> None:
         for waiter in self._flushers:
             if not waiter.done():
                 waiter.set_result(None)
         self._flushers.clear()
+
+    def _settle_if_sent(self) -> None:
+        control = self._streams.get(0)
+        if control is not None and not (control.busy or self._outbox.has_control):
+            self._settle_control(True)
 
     def _settle_control(self, sent: bool) -> None:
         for waiter in self._control_flushers:

@@ -135,8 +135,9 @@ class Stream(asyncio.BufferedProtocol):
             return
         if ready:
             self.owner.on_bytes(self)
-        if self._gatherer is not None:
-            self._gather(min(self.core.expected, LOW_WATER) or 1)
+        expected = self.core.expected
+        if expected or self._low_water > 1:
+            self._gather(min(expected, LOW_WATER) or 1)
 
     def eof_received(self) -> bool:
         """The peer has finished sending; we decide when to close."""
@@ -167,9 +168,11 @@ class Stream(asyncio.BufferedProtocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes written that the kernel has not taken."""
+        """Bytes written, or put, that the kernel has not taken."""
         transport = self._transport
-        return 0 if transport is None or self.lost else transport.get_write_buffer_size()
+        if transport is None or self.lost:
+            return 0
+        return self._pending_bytes + transport.get_write_buffer_size()
 
     @property
     def transport(self) -> asyncio.Transport:

@@ -503,6 +503,21 @@ def test_w45_control_goes_between_two_chunks_of_stream_0(run: Run) -> None:
     run(main())
 
 
+def test_flush_waits_for_what_one_turn_collects(run: Run) -> None:
+    async def main() -> None:
+        async with Syncer() as syncer:
+            (control,), group, _ = await bare_learner(syncer, hello(0))
+            before = group.bytes_out
+            group.send_control(PullRequest(0, 1, 1))
+            assert group.queued_bytes == 29
+            await group.flush()
+            assert group.queued_bytes == 0
+            assert group.bytes_out == before + 29
+            assert (await control.frame())[0] is MessageType.PULL_REQ
+
+    run(main())
+
+
 def test_on_one_socket_that_keeps_up_everything_comes_in_the_order_it_was_sent(run: Run) -> None:
     """A client that asks nothing of W45 knows the base of a PULL when it comes."""
 
