@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from learner.buffers import Buffers
 from learner.config import LearnerConfig
 from learner.errors import NonFiniteParameters
 from learner.parameters import Parameters
 from wire.dtypes import DType
 from wire.layout import NamedLayout
 from wire.messages import Hello
-from wire.tensors import NonFiniteValues, decode, encode
+from wire.tensors import NonFiniteValues, decode, encode, load_scans
 
 _BF16_LIMIT = 3.3961775e38
 """Magnitudes from here on round to infinity in bf16 (W52)."""
@@ -45,10 +47,14 @@ def encode_init(parameters: Parameters, dtype: DType) -> list[memoryview]:
     for fragment in range(len(parameters)):
         values = parameters.snapshot(fragment)
         try:
-            encoded.append(encode(values, dtype.bulk))
+            payload = encode(values, dtype.bulk)
         except NonFiniteValues as error:
             text = describe_bad(parameters, fragment, values, dtype.bulk)
             raise NonFiniteParameters(text) from error
+        # In mappings of their own, which the system gets back once a broadcast has come.
+        room = Buffers().bytes(len(payload))
+        room[:] = np.frombuffer(payload, np.uint8)
+        encoded.append(room.data)
     return encoded
 
 
@@ -65,5 +71,6 @@ def describe_bad(parameters: Parameters, fragment: int, values: Tensor, dtype: D
 def warm_up(parameters: Parameters, dtype: DType) -> None:
     """Compiled loops are loaded on first use, which no step shall pay for."""
     parameters.warm_up()
+    load_scans()
     for used in {dtype, dtype.bulk, DType.F32}:
         decode(encode(torch.zeros(1), used), used, 1)

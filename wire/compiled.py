@@ -32,6 +32,11 @@ def compiled(function: Function) -> Function:
         return cast(Function, njit(nogil=True, error_model="numpy")(function))
 
 
+def loaded(function: Callable[..., object]) -> bool:
+    """Whether a compiled loop can be called without waiting for the compiler."""
+    return bool(getattr(function, "signatures", ()))
+
+
 def as_f32(value: np.float32 | np.uint16) -> np.float32:
     """An f32 as it is, or the f32 value of bf16 bits (W52); for compiled loops only."""
     raise NotImplementedError("only compiled loops call this")

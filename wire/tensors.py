@@ -1,8 +1,8 @@
 """Tensor codecs: f32, bf16 and q4 bytes <-> f32 tensors (wire.md section 12).
 
 Tensors are one-dimensional, contiguous, f32, on the CPU. Everything here releases the GIL, needs no
-temporary of full size and starts no threads of its own. Scans are plain numpy: they may run on an
-event loop, which must not wait for a compiler.
+temporary of full size and starts no threads of its own. Scans may run on an event loop, which must
+not wait for a compiler: they are plain numpy until `load_scans` has run in another thread.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wire import q4
-from wire.compiled import as_f32, compiled
+from wire.compiled import as_f32, compiled, loaded
 from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Buffer
 
 SMALL = 4096
 """Values up to which a finite scan is not worth a compiled loop."""
+PIECE = 64 * 1024
+"""Values that a scan without a compiled loop takes at a time."""
 
 _FEW_BYTES = 1024
 _MAGNITUDE = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
@@ -143,12 +145,27 @@ def representable(values: Tensor, dtype: DType) -> bool:
     return _magnitudes_below(values.detach().numpy().view(np.uint32), limit)
 
 
+def load_scans() -> None:
+    """Compile the scans, or load them; blocks for a second or so on a machine's first use."""
+    for loop, dtype in ((_largest_word, np.uint32), (_largest_half, np.uint16)):
+        loop(_read_only(np.zeros(1, dtype)))
+
+
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
     """Whether every value, as integer bits without the sign, is below `limit`."""
-    if len(bits) <= SMALL:
-        return bool((bits & _MAGNITUDE[bits.itemsize]).max(initial=0) < limit)
-    largest = _largest_word(bits) if bits.itemsize == 4 else _largest_half(bits)
-    return bool(largest < limit)
+    loop = _largest_word if bits.itemsize == 4 else _largest_half
+    if len(bits) > SMALL and bits.flags.aligned and loaded(loop):
+        return bool(loop(_read_only(bits)) < limit)
+    mask = _MAGNITUDE[bits.itemsize]
+    pieces = (bits[first : first + PIECE] for first in range(0, len(bits), PIECE))
+    return all((piece & mask).max() < limit for piece in pieces)
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """The same memory; one type of array for the compiler, whatever it lies in."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 # Compiled integer operations yield 64 bits. Narrowed at once, eight or sixteen values fit in a

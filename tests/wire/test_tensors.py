@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wire import tensors
 from wire.dtypes import DType
 from wire.errors import ErrorCode, ProtocolError
 from wire.tensors import (
@@ -21,6 +24,7 @@ from wire.tensors import (
     decode,
     decode_into,
     encode,
+    load_scans,
     representable,
 )
 
@@ -100,8 +104,14 @@ def test_bf16_refuses_what_rounds_to_infinity(sign: int) -> None:
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("at", [0, 65535, 65536, 70000])
-def test_one_bad_value_anywhere_is_found(dtype: DType, bad: float, at: int) -> None:
-    """W11, W51: the scan goes over every block and the tail."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_bad_value_anywhere_is_found(
+    dtype: DType, bad: float, at: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W11, W51: the scan goes over every block and the tail, before the compiler is done too."""
+    load_scans()
+    if not compiled:
+        monkeypatch.setattr(tensors, "loaded", lambda _: False)
     values = torch.ones(70001)
     values[at] = bad
     with pytest.raises(NonFiniteValues):
@@ -113,6 +123,24 @@ def test_one_bad_value_anywhere_is_found(dtype: DType, bad: float, at: int) -> N
     with pytest.raises(ProtocolError) as caught:
         check_finite(raw, dtype)
     assert caught.value.code is ErrorCode.NON_FINITE
+
+
+def test_a_scan_never_waits_for_the_compiler() -> None:
+    """A process that has not loaded the compiled scans does without: a scan may run on a loop."""
+    program = """
+import numpy as np
+from wire import tensors
+from wire.dtypes import DType
+data = bytearray(4 * 100_000)
+tensors.check_finite(data, DType.F32)
+assert not tensors.loaded(tensors._largest_word)
+tensors.load_scans()
+kinds = len(tensors._largest_word.signatures)
+for view in (data, bytes(data), memoryview(data)[4:], memoryview(bytes(data) + b"0")[1:]):
+    tensors.check_finite(view, DType.F32)
+assert len(tensors._largest_word.signatures) == kinds == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("dtype", list(DType))
