@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner import feedback
 from learner.buffers import Buffers
 from learner.config import LearnerConfig
 from learner.errors import NonFiniteParameters
@@ -13,7 +14,7 @@ from learner.parameters import Parameters
 from wire.dtypes import DType
 from wire.layout import NamedLayout
 from wire.messages import Hello
-from wire.tensors import NonFiniteValues, decode, encode, load_scans
+from wire.tensors import NonFiniteValues, decode, encode, load_loops
 
 _BF16_LIMIT = 3.3961775e38
 """Magnitudes from here on round to infinity in bf16 (W52)."""
@@ -71,6 +72,7 @@ def describe_bad(parameters: Parameters, fragment: int, values: Tensor, dtype: D
 def warm_up(parameters: Parameters, dtype: DType) -> None:
     """Compiled loops are loaded on first use, which no step shall pay for."""
     parameters.warm_up()
-    load_scans()
+    feedback.warm_up()
+    load_loops()
     for used in {dtype, dtype.bulk, DType.F32}:
         decode(encode(torch.zeros(1), used), used, 1)

@@ -2,7 +2,7 @@
 
 Tensors are one-dimensional, contiguous, f32, on the CPU. Everything here releases the GIL, needs no
 temporary of full size and starts no threads of its own. Scans may run on an event loop, which must
-not wait for a compiler: they are plain numpy until `load_scans` has run in another thread.
+not wait for a compiler: they are plain numpy until `load_loops` has run in another thread.
 """
 
 from __future__ import annotations
@@ -145,10 +145,13 @@ def representable(values: Tensor, dtype: DType) -> bool:
     return _magnitudes_below(values.detach().numpy().view(np.uint32), limit)
 
 
-def load_scans() -> None:
-    """Compile the scans, or load them; blocks for a second or so on a machine's first use."""
-    for loop, dtype in ((_largest_word, np.uint32), (_largest_half, np.uint16)):
-        loop(_read_only(np.zeros(1, dtype)))
+def load_loops() -> None:
+    """Compile the loops of this module, or load them; a second or so on a machine's first use."""
+    words, halves, floats = (np.zeros(1, kind) for kind in (np.uint32, np.uint16, np.float32))
+    _largest_word(_read_only(words))
+    _largest_half(_read_only(halves))
+    _narrow(words, halves)
+    _widen(halves, floats)
 
 
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:

@@ -24,7 +24,7 @@ from wire.tensors import (
     decode,
     decode_into,
     encode,
-    load_scans,
+    load_loops,
     representable,
 )
 
@@ -109,7 +109,7 @@ def test_one_bad_value_anywhere_is_found(
     dtype: DType, bad: float, at: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W11, W51: the scan goes over every block and the tail, before the compiler is done too."""
-    load_scans()
+    load_loops()
     if not compiled:
         monkeypatch.setattr(tensors, "loaded", lambda _: False)
     values = torch.ones(70001)
@@ -134,7 +134,7 @@ from wire.dtypes import DType
 data = bytearray(4 * 100_000)
 tensors.check_finite(data, DType.F32)
 assert not tensors.loaded(tensors._largest_word)
-tensors.load_scans()
+tensors.load_loops()
 kinds = len(tensors._largest_word.signatures)
 for view in (data, bytes(data), memoryview(data)[4:], memoryview(bytes(data) + b"0")[1:]):
     tensors.check_finite(view, DType.F32)
