@@ -147,11 +147,11 @@ def representable(values: Tensor, dtype: DType) -> bool:
 
 def load_loops() -> None:
     """Compile the loops of this module, or load them; a second or so on a machine's first use."""
-    words, halves, floats = (np.zeros(1, kind) for kind in (np.uint32, np.uint16, np.float32))
+    words, halves = np.zeros(1, np.uint32), np.zeros(1, np.uint16)
     _largest_word(_read_only(words))
     _largest_half(_read_only(halves))
     _narrow(words, halves)
-    _widen(halves, floats)
+    _widen(halves, np.zeros(1, np.float32))
 
 
 def _magnitudes_below(bits: NDArray[Any], limit: int) -> bool:
