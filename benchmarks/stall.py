@@ -126,13 +126,43 @@ class Holds:
         time.sleep(PAUSE_S)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What decides how many fragments are under way at once; `suffix` names its rows."""
+
+    suffix: str
+    wire_dtype: str = "bf16"
+    pipeline: int = 1
+    feedback: bool = False
+
+
+SETTINGS = (
+    Setting(""),
+    Setting("_p2", pipeline=2),
+    Setting("_f32", "f32"),
+    Setting("_f32_p2", "f32", pipeline=2),
+    Setting("_q4_p2", "q4", pipeline=2),
+    Setting("_feedback", feedback=True),
+)
+HELD = (Setting("_feedback", feedback=True), Setting(""))
+
+
 def hold(report: Report, directory: Path, numel: int, rounds: int) -> None:
     """Time that a push or an apply holds the training thread, against a copy of the fragment."""
+    worst = 0.0
+    for setting in HELD:
+        folder = made(directory, f"hold{setting.suffix}")
+        worst = max(worst, hold_of(report, folder, numel, rounds, setting))
+    report.add("hold_vs_memcpy", worst, "x", "the largest of these four")
+
+
+def hold_of(report: Report, directory: Path, numel: int, rounds: int, setting: Setting) -> float:
+    """The larger of push and apply over a copy."""
     model = Wide(numel)
     target = torch.zeros(model.fragment)
     sources = itertools.cycle([part.detach().view(-1) for part in model.parts])
     holds = Holds()
-    with large_run(directory, model, error_feedback=True) as sync:
+    with large_run(directory, model, setting) as sync:
         while len(holds) < rounds * FRAGMENTS:
             holds.boundary(sync)
             start = time.perf_counter()
@@ -140,50 +170,57 @@ def hold(report: Report, directory: Path, numel: int, rounds: int) -> None:
             holds.copies.append(time.perf_counter() - start)
     copy, push, apply = median(holds.copies), median(holds.pushes), median(holds.applies)
     note = f"{numel / 1e6:.0f} M parameters, {FRAGMENTS} fragments; a copy is {copy * 1e3:.1f} ms"
-    report.add("hold_vs_memcpy", max(push, apply) / copy, "x", note)
-    report.add("push_vs_memcpy", push / copy, "x", f"worst {max(holds.pushes) / copy:.1f}")
-    report.add("apply_vs_memcpy", apply / copy, "x", f"worst {max(holds.applies) / copy:.1f}")
+    for what, seconds, all_of in (("push", push, holds.pushes), ("apply", apply, holds.applies)):
+        worst = f"{note}; worst {max(all_of) / copy:.1f}"
+        report.add(f"{what}_vs_memcpy{setting.suffix}", seconds / copy, "x", worst)
+    return max(push, apply) / copy
 
 
-def memory(report: Report, directory: Path, numel: int, feedback: bool) -> None:
+def memory(report: Report, directory: Path, numel: int, setting: Setting) -> None:
     """Peak resident size over that of the model alone, in a process of its own."""
     fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with fresh:
-        start, peak = fresh.submit(peak_extra, directory, numel, feedback).result(WAIT_S)
-    suffix = "_feedback" if feedback else ""
+        start, peak = fresh.submit(peak_extra, directory, numel, setting).result(WAIT_S)
     anchors, size = F32_BYTES * numel, F32_BYTES * numel // FRAGMENTS
     note = f"model {anchors / MIB:.0f} MiB; at the start {start / MIB:.0f} MiB"
-    report.add(f"peak_extra_mib{suffix}", peak / MIB, "MiB", note)
-    note = f"f32 fragments of {size / MIB:.0f} MiB beyond one copy of the anchors"
-    if feedback:
+    report.add(f"peak_extra_mib{setting.suffix}", peak / MIB, "MiB", note)
+    note = (
+        f"f32 fragments of {size / MIB:.0f} MiB beyond one copy of the anchors; "
+        f"{setting.wire_dtype}, open rounds: {setting.pipeline}"
+    )
+    if setting.feedback:
         note += f"; {FRAGMENTS} of them are the carried residuals, 1 or 2 those of open pushes"
-    report.add(f"peak_extra_fragments{suffix}", (peak - anchors) / size, "fragments", note)
+    report.add(f"peak_extra_fragments{setting.suffix}", (peak - anchors) / size, "fragments", note)
 
 
-def peak_extra(directory: Path, numel: int, feedback: bool) -> tuple[int, int]:
+def peak_extra(directory: Path, numel: int, setting: Setting) -> tuple[int, int]:
     """Bytes over the model alone: until the first rounds are over, and from then on."""
     torch.set_num_threads(1)
     # Libraries and compiled loops are no memory of the model's: load them before.
-    with large_run(made(directory, "small"), Wide(1000 * FRAGMENTS), error_feedback=feedback):
+    with large_run(made(directory, "small"), Wide(1000 * FRAGMENTS), setting):
         pass
     model = Wide(numel)
     before = current_rss()
     reset_peak_rss()
-    with large_run(directory, model, error_feedback=feedback) as sync:
+    with large_run(directory, model, setting) as sync:
         start = peak_rss()
         reset_peak_rss()
         holds = Holds()
-        while len(holds) < FRAGMENTS:
+        merged = sync.counters.merges_applied
+        while sync.counters.merges_applied < merged + 3 * FRAGMENTS:
             holds.boundary(sync)
         return start - before, peak_rss() - before
 
 
 @contextmanager
-def large_run(directory: Path, model: Wide, *, error_feedback: bool) -> Iterator[Learner]:
+def large_run(directory: Path, model: Wide, setting: Setting) -> Iterator[Learner]:
     """A learner that has been through its first rounds."""
-    with SyncerProcess(directory, "--pipeline", "1") as syncer:
+    with SyncerProcess(directory, "--pipeline", str(setting.pipeline)) as syncer:
         config = LearnerConfig(
-            connect=f"127.0.0.1:{syncer.port}", fragments=FRAGMENTS, error_feedback=error_feedback
+            connect=f"127.0.0.1:{syncer.port}",
+            fragments=FRAGMENTS,
+            wire_dtype=setting.wire_dtype,
+            error_feedback=setting.feedback,
         )
         with Learner(model, config) as sync:
             give_up = time.monotonic() + WAIT_S
@@ -212,8 +249,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="yeto-stall-") as folder:
         step_cost(report, made(folder, "cost"), 2 if options.quick else 6, settings)
         hold(report, made(folder, "hold"), numel, rounds)
-        for feedback in (False, True):
-            memory(report, made(folder, f"memory-{feedback}"), numel, feedback)
+        for setting in SETTINGS:
+            memory(report, made(folder, f"memory{setting.suffix}"), numel, setting)
     report.finish(options.json)
 
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from learner.buffers import Buffers
 from learner.client import NetworkClient
-from learner.errors import LearnerError, SyncTimeout
+from learner.errors import LearnerError, NonFiniteParameters, SyncTimeout
 from learner.events import BroadcastApplied, Event
 from learner.feedback import Feedback
 from learner.outgoing import Push
 from learner.parameters import Parameters
 from learner.shared import Shared
 from learner.staging import widen
+from wire.tensors import NonFiniteValues
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Boundary:
         buffers: Buffers,
         *,
         alpha: float,
+        blame: Callable[[int, Tensor], str],
         emit: Callable[[Event], None],
         saving: Callable[[], bool],
     ) -> None:
@@ -44,6 +46,7 @@ class Boundary:
         Args:
             shared, parameters, feedback, client, buffers: the parts of the learner.
             alpha: local share of the blend.
+            blame: says which tensor makes a delta unsendable (L27).
             emit: reports an event.
             saving: the anchors are being written to the disk.
         """
@@ -54,6 +57,7 @@ class Boundary:
         self._client = client
         self._buffers = buffers
         self._alpha = alpha
+        self._blame = blame
         self._emit = emit
         self._saving = saving
 
@@ -67,7 +71,9 @@ class Boundary:
             log.warning("%s", text)
         if rolled_back:
             self._feedback.reset()
-        for apply in due:
+        applied = tuple(apply.fragment for apply in due)
+        while due:  # what a broadcast replaces is free before the next one is applied
+            apply = due.pop(0)
             fragment, received = apply.fragment, apply.received
             anchor = self._anchor(received.values, apply.previous)
             if apply.blend:
@@ -77,7 +83,7 @@ class Boundary:
                 self._shared.counters.merges_applied += apply.blend
             self._feedback.applied(fragment, received.version)
             self._emit(BroadcastApplied(fragment, received.version, self._session.local_step))
-        return tuple(apply.fragment for apply in due)
+        return applied
 
     def _anchor(self, received: Tensor, previous: Tensor | None = None) -> Tensor:
         """The f32 values of a broadcast, in the memory of the anchor that they replace (L22).
@@ -101,9 +107,24 @@ class Boundary:
         for answer in answers:
             # The base of a budget run was never applied, and is as it arrived (L42).
             anchor = self._anchor(answer.anchor)
-            delta = self._parameters.delta(answer.pull.fragment, anchor)
-            self._client.push(Push(answer, delta))
+            delta = self._delta(answer.pull.fragment, anchor)
+            if delta is not None:
+                self._client.push(Push(answer, delta))
         return tuple(answer.pull.fragment for answer in answers)
+
+    def _delta(self, fragment: int, anchor: Tensor) -> Tensor | memoryview | None:
+        """The delta, encoded where that is done at once; None: it cannot be, which is fatal."""
+        terms = None
+        if self._feedback.direct:
+            terms = self._parameters.delta_terms(fragment, anchor)
+        if terms is None:
+            return self._parameters.delta(fragment, anchor)
+        try:
+            return self._feedback.encode_difference(self._parameters.numels[fragment], terms)
+        except NonFiniteValues:
+            delta = self._parameters.delta(fragment, anchor)
+            self._shared.fail(NonFiniteParameters(self._blame(fragment, delta)))
+            return None
 
     def synchronise(self, limit_s: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Blocking mode: until every fragment is pulled, merged, and applied here.

@@ -1,8 +1,9 @@
-"""Memory for whole fragments, whatever they are: deltas, payloads, anchors, residuals.
+"""Memory for whole fragments, whatever they are: deltas, payloads, anchors, residuals, messages.
 
 A fresh buffer costs a page fault per 4 KiB, several times the copy itself, on the training thread,
 and what malloc gets back it may keep. So a fragment lies in a mapping of its own, which serves the
-next fragment of about its size once nobody refers to it any more (`wire.memory`).
+next fragment of about its size once nobody refers to it any more (`wire.memory`). What arrives
+lies there too: the memory of a payload that has left takes the next broadcast.
 """
 
 from __future__ import annotations
@@ -11,29 +12,53 @@ import threading
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from wire.memory import MAPPED_FROM, SlabPool
+from wire.memory import MAPPED_FROM, Slab, SlabPool
 
-KEPT = 2
-"""Buffers that wait for another use: one for a delta, one for a payload."""
 _F32 = 4
+_FRAME = 64
+"""Bytes over those of the values, so that the memory takes a message of as many too."""
+
+
+class Pool(SlabPool):
+    """Slabs for any thread; never more than were in use at once."""
+
+    def __init__(self) -> None:
+        super().__init__(thrifty=True)
+        self._lock = threading.Lock()
+
+    def take(self, size: int, *, recycled: bool) -> tuple[Slab, memoryview, bool]:
+        """See `SlabPool`."""
+        with self._lock:
+            return super().take(size, recycled=recycled)
+
+    def age(self, now: float) -> None:
+        """See `SlabPool`."""
+        with self._lock:
+            super().age(now)
 
 
 class Buffers:
-    """Flat f32 host vectors. Any thread may take; dropping the last reference gives back."""
+    """Flat host vectors. Any thread may take; dropping the last reference gives back.
+
+    Attributes:
+        pool: where they come from.
+    """
 
     def __init__(self) -> None:
-        self._pool = SlabPool(keep=KEPT)
-        self._lock = threading.Lock()
+        self.pool = Pool()
 
     def take(self, numel: int) -> Tensor:
-        """A vector of shape (numel,) with arbitrary content."""
-        size = _F32 * numel
+        """A f32 vector of shape (numel,) with arbitrary content."""
+        return torch.from_numpy(self.bytes(_F32 * numel).view(np.float32))
+
+    def bytes(self, size: int) -> NDArray[np.uint8]:
+        """`size` bytes with arbitrary content, aligned to 64."""
         if size < MAPPED_FROM:
-            return torch.empty(numel, dtype=torch.float32)
-        with self._lock:
-            slab, block, used = self._pool.take(size, recycled=True)
+            return torch.empty(size, dtype=torch.uint8).numpy()
+        slab, block, used = self.pool.take(size + _FRAME, recycled=True)
         if not used:
             slab.advise(0, size)
-        return torch.from_numpy(np.frombuffer(block, np.float32, numel))
+        return np.frombuffer(block, np.uint8, size)

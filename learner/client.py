@@ -31,6 +31,7 @@ from wire.dial import dial
 from wire.errors import ProtocolError
 from wire.group import Group, SendCounters, Timeouts
 from wire.loop import new_event_loop
+from wire.memory import SlabPool
 from wire.messages import Hello, InitParams
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class NetworkClient:
         blame: Callable[[int, Tensor], str],
         connect_timeout_s: float,
         transport: Transport | None = None,
+        pool: SlabPool | None = None,
     ) -> None:
         """
         Args:
@@ -80,12 +82,14 @@ class NetworkClient:
             blame: names the tensor that makes a delta unsendable.
             connect_timeout_s: bound of the first connection.
             transport: TLS and the seal of HELLO.
+            pool: memory for what arrives.
         """
         self._address = address
         self._hello = hello
         self._shared = shared
         self._connect_timeout_s = connect_timeout_s
         self._transport = transport or Transport()
+        self._pool = pool
         self._counters = SendCounters()
         self._link: Link | None = None
         self._life: asyncio.Task[None] | None = None
@@ -315,6 +319,7 @@ class NetworkClient:
                 ssl=self._transport.ssl,
                 server_name=self._transport.server_name,
                 seal=self._transport.seal,
+                pool=self._pool,
             )
         except ProtocolError as problem:
             raise link.early_error() or link.fault(problem) from problem

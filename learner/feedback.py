@@ -10,7 +10,9 @@ The idea is that of error feedback in quantised optimisers (Seide et al. 2014, 1
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +21,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.buffers import Buffers
+from wire.compiled import compiled
 from wire.dtypes import Q4_BLOCK, DType
-from wire.tensors import NonFiniteValues, decode_into, encode, representable
+from wire.tensors import BF16_OVERFLOW, NonFiniteValues, decode_into, encode, representable
 
 SLICE = 256 * Q4_BLOCK
 """Values that are encoded at once: temporaries have this size, not that of a fragment."""
-_F32_BYTES = 4
+_OVERFLOW = BF16_OVERFLOW.view(np.uint32)
+_MAGNITUDE, _ALMOST_HALF = np.uint32(0x7FFFFFFF), np.uint32(0x7FFF)
+_HALF, _ONE = np.uint32(16), np.uint32(1)
+
+
+@compiled
+def _narrow_difference(
+    left: NDArray[np.float32], right: NDArray[np.float32], out: NDArray[np.uint16]
+) -> bool:
+    """bf16 of left - right (W52), in one pass; whether all stay finite."""
+    largest = np.uint32(0)
+    for i in range(len(out)):
+        bits = np.float32(left[i] - right[i]).view(np.uint32)
+        largest = max(largest, np.uint32(bits & _MAGNITUDE))
+        tie = np.uint32(np.uint32(bits >> _HALF) & _ONE)
+        out[i] = np.uint16(np.uint32(np.uint32(bits + _ALMOST_HALF) + tie) >> _HALF)
+    return bool(largest < _OVERFLOW)
+
+
+def warm_up() -> None:
+    """Load the compiled loop, so that the first push does not wait for it."""
+    one = np.ones(1, np.float32)
+    _narrow_difference(one, one, np.empty(1, np.uint16))
 
 
 @dataclass(slots=True)
@@ -109,15 +134,47 @@ class Feedback:
             self._states[fragment].candidate = _Candidate(step, residual)
         return payload.data
 
+    @property
+    def direct(self) -> bool:
+        """Deltas are encoded at the boundary, as they are taken, with `encode_difference`.
+
+        That takes half the memory of the delta, and less time. An f32 delta is its own
+        payload, and what takes longer is left to a worker thread.
+        """
+        return self._dtype is DType.BF16 and not self._enabled
+
+    def encode_difference(self, numel: int, terms: Iterable[tuple[Tensor, Tensor]]) -> memoryview:
+        """As `encode`, for a delta of `numel` values that was never in memory.
+
+        Args:
+            numel: of the fragment.
+            terms: what to subtract from each other, f32, in order.
+
+        Raises:
+            wire.tensors.NonFiniteValues: a value the wire dtype cannot carry (L27).
+        """
+        payload = self._room(numel)
+        halves, begin = payload.view(np.uint16), 0
+        for values, base in terms:
+            end = begin + len(values)
+            if not _narrow_difference(values.numpy(), base.numpy(), halves[begin:end]):
+                raise NonFiniteValues(f"a value is not finite in {self._dtype.label}")
+            begin = end
+        return payload.data
+
+    def norm(self, payload: memoryview) -> float:
+        """L2 norm of what a payload of `encode_difference` says."""
+        halves = torch.frombuffer(payload, dtype=torch.bfloat16)
+        parts = (halves[begin : begin + SLICE] for begin in range(0, len(halves), SLICE))
+        return math.hypot(*(_norm(part.float()) for part in parts))
+
     def _encode_plainly(self, delta: Tensor) -> memoryview:
-        """Encode into the delta's own memory, from the front: a payload is never longer."""
+        """The delta's memory is free for the next one as soon as this is done."""
         if self._dtype is DType.F32:
             return encode(delta, self._dtype)
         if not representable(delta, self._dtype):
             raise NonFiniteValues(f"a value is not finite in {self._dtype.label}")
-        size = self._dtype.size(len(delta))
-        memory = delta.numpy().view(np.uint8)
-        payload = memory[:size] if size <= len(memory) else self._room(len(delta))
+        payload = self._room(len(delta))
         for begin in range(0, len(delta), SLICE):
             self._put(payload, begin, delta[begin : begin + SLICE])
         return payload.data
@@ -131,8 +188,7 @@ class Feedback:
 
     def _room(self, numel: int) -> NDArray[np.uint8]:
         """Memory for a payload."""
-        size = self._dtype.size(numel)
-        return self._buffers.take(-(-size // _F32_BYTES)).numpy().view(np.uint8)[:size]
+        return self._buffers.bytes(self._dtype.size(numel))
 
     def sent(self, fragment: int, step: int) -> None:
         """The push for round `step` has left; one that never left leaves r as it was (L12)."""

@@ -1,7 +1,7 @@
 """One connection group as the learner sees it: what arrives, and the heartbeat.
 
 Everything runs on the network thread's loop. Control messages act at once; fragments are digested
-and decoded in a worker thread, one after the other, and the group stops reading when two wait.
+and decoded in a worker thread, one after the other, and the group stops reading meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from learner.shared import Shared
 from wire.dtypes import DType
 from wire.errors import ProtocolError
 from wire.group import Group
+from wire.inbound import MAX_WAITING
 from wire.limits import Session as WireSession
 from wire.messages import (
     Broadcast,
@@ -85,7 +86,7 @@ class Link:
         del arrived
         self.group = group
         self._heard = True
-        if isinstance(message, Broadcast | FinalFragment):
+        for _ in range(_weight(message)):
             group.hold()
         if self._opened:
             self._take(group, message)
@@ -205,7 +206,8 @@ class Link:
         except ProtocolError as error:
             self._shared.fail(ProtocolFault(error.sentence))
         if self.group is not None:
-            self.group.release()
+            for _ in range(_weight(message)):
+                self.group.release()
 
     def _wanted(self, message: Broadcast | FinalFragment) -> bool:
         """Whether decoding is worth it: finalization ignores broadcasts (L37)."""
@@ -252,6 +254,17 @@ class Link:
         for text in warnings:
             log.warning("%s", text)
         shared.advance()
+
+
+def _weight(message: Message) -> int:
+    """How many messages that wait one counts as.
+
+    Nothing is read while a broadcast is digested: the next one would take a fragment more beside
+    it. A final cut is kept whole anyway.
+    """
+    if isinstance(message, Broadcast):
+        return MAX_WAITING
+    return int(isinstance(message, FinalFragment))
 
 
 def transport_error(cause: Exception | None) -> TransportRefused | None:

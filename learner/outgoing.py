@@ -19,16 +19,16 @@ from learner.feedback import Feedback
 from learner.fragments import Answer
 from learner.shared import Shared
 from wire.group import Group
-from wire.messages import BudgetDone, FinalAck, PushFragment
+from wire.messages import BudgetDone, FinalAck, PullRequest, PushFragment
 from wire.tensors import NonFiniteValues
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One delta on its way: the answer it belongs to, and d of L22, whose memory it owns."""
+    """One delta on its way: the answer it belongs to, and d of L22, encoded or in own memory."""
 
     answer: Answer[Tensor]
-    delta: Tensor
+    delta: Tensor | memoryview
 
 
 class Outgoing:
@@ -116,23 +116,25 @@ class Outgoing:
                 await self._encode_and_send(push)
 
     async def _encode_and_send(self, push: Push) -> None:
+        answer, delta = push.answer, push.delta
         loop = asyncio.get_running_loop()
-        answer = push.answer
+        pull = answer.pull
         try:
-            payload, norm = await loop.run_in_executor(self._executor, self._encode, push)
+            payload, norm = await loop.run_in_executor(self._executor, self._encode, pull, delta)
         except NonFiniteValues:
-            fragment = answer.pull.fragment
-            self._shared.fail(NonFiniteParameters(self._blame(fragment, push.delta)))
+            if isinstance(delta, Tensor):
+                self._shared.fail(NonFiniteParameters(self._blame(pull.fragment, delta)))
             return
         group = self._group_of(answer.generation)
         if group is not None:
             self._send(group, answer, payload, norm)
 
-    def _encode(self, push: Push) -> tuple[memoryview, float]:
+    def _encode(self, pull: PullRequest, delta: Tensor | memoryview) -> tuple[memoryview, float]:
         """Payload and L2 norm of the delta; runs in a worker thread."""
-        norm = float(torch.linalg.vector_norm(push.delta))
-        pull = push.answer.pull
-        return self._feedback.encode(pull.fragment, pull.step, push.delta), norm
+        if isinstance(delta, memoryview):
+            return delta, self._feedback.norm(delta)
+        norm = float(torch.linalg.vector_norm(delta))
+        return self._feedback.encode(pull.fragment, pull.step, delta), norm
 
     def _send(self, group: Group, answer: Answer[Tensor], payload: memoryview, norm: float) -> None:
         pull = answer.pull

@@ -7,7 +7,7 @@ row-major order whatever its strides, one after the other in layout order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,8 @@ from wire.layout import NamedLayout, TensorSpec
 _LEADING = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _ANYWHERE = frozenset(_LEADING[1:])
 _SLICE = 1 << 20
+PIECE = 1 << 17
+"""Values that are widened at a time: 512 KiB, which stay in the cache."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -230,6 +232,18 @@ class Parameters:
             slot.of(flat).sub_(slot.of(anchor))
         return flat
 
+    def delta_terms(self, fragment: int, anchor: Tensor) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """What `delta` subtracts from each other, in order; each pair is good until the next.
+
+        None: some parameter is not in host memory as one run of values.
+        """
+        slots = self._slots[fragment]
+        sources = [self._source(slot).detach() for slot in slots]
+        if not all(_is_run(source) for source in sources):
+            return None
+        bases = [anchor[slot.start : slot.start + slot.numel] for slot in slots]
+        return _terms(zip([source.view(-1) for source in sources], bases, strict=True))
+
     @torch.no_grad()
     def blend(self, fragment: int, values: Tensor, alpha: float) -> None:
         """θ ← f32(α)·θ + f32(1-α)·Θ in place, then the cast to θ's dtype (L26, L4).
@@ -317,6 +331,25 @@ def _is_plain(tensor: Tensor) -> bool:
         tensor.dtype is torch.float32
         and tensor.device.type == "cpu"
         and not isinstance(tensor, DTensor)
+    )
+
+
+def _terms(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    room = torch.empty(0)
+    for values, base in pairs:
+        if values.dtype is torch.float32:
+            yield values, base
+            continue
+        room = room if len(room) else torch.empty(PIECE, dtype=torch.float32)
+        for begin in range(0, len(values), PIECE):
+            part = values[begin : begin + PIECE]
+            yield room[: len(part)].copy_(part), base[begin : begin + PIECE]
+
+
+def _is_run(tensor: Tensor) -> bool:
+    """In this process's host memory, without gaps, in row-major order."""
+    return (
+        tensor.device.type == "cpu" and not isinstance(tensor, DTensor) and tensor.is_contiguous()
     )
 
 

@@ -64,14 +64,16 @@ class Leading:
             buffers=core.buffers,
             in_place=not core.parameters.staged,
         )
+        blame = partial(describe_bad, core.parameters, dtype=config.dtype)
         self._client = NetworkClient(
             address,
             build_hello(config, core.layout, core.contract),
             core.shared,
             feedback,
-            blame=partial(describe_bad, core.parameters, dtype=config.dtype),
+            blame=blame,
             connect_timeout_s=config.connect_timeout_s,
             transport=transport,
+            pool=core.buffers.pool,
         )
         self._boundary = Boundary(
             core.shared,
@@ -80,6 +82,7 @@ class Leading:
             self._client,
             core.buffers,
             alpha=config.alpha,
+            blame=blame,
             emit=core.emit,
             saving=lambda: core.backup.busy,
         )

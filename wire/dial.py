@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from wire.frames import MessageType, Role, frame_header
 from wire.group import Group, GroupSink, SendCounters, Timeouts
 from wire.limits import Session
+from wire.memory import SlabPool
 from wire.messages import DataHello, Hello, encode_frame, encode_hello
 from wire.stream import Stream
 from wire.tls_stream import TlsDoor, connect
@@ -27,6 +28,7 @@ async def dial(
     ssl: tls.SSLContext | None = None,
     server_name: str | None = None,
     seal: Callable[[bytes], bytes] | None = None,
+    pool: SlabPool | None = None,
 ) -> Group:
     """Connect the control socket, write HELLO, then connect the S data sockets.
 
@@ -38,6 +40,7 @@ async def dial(
         timeouts: `dial` bounds the whole of it.
         ssl: for TLS; `server_name` is the name that the certificate must hold, else `host`.
         seal: makes the HELLO payload from its body (S1).
+        pool: memory for messages; None: one of the group's own.
 
     Raises:
         OSError: no connection in time, or it was closed at once. TlsFailure is one.
@@ -56,6 +59,7 @@ async def dial(
         executor=executor,
         timeouts=timeouts,
         counters=counters,
+        pool=pool,
     )
 
     async def add(index: int, first: bytes) -> None:

@@ -33,11 +33,13 @@ class Slab:
         capacity: usable bytes.
     """
 
-    __slots__ = ("__weakref__", "_base", "_map", "capacity", "idle_since")
+    __slots__ = ("__weakref__", "_base", "_map", "_whole", "capacity", "idle_since")
 
     def __init__(self, size: int) -> None:
         self.capacity = -(-size // HUGE) * HUGE if size > HUGE else size
         self.idle_since = 0.0
+        # What is left over of the last huge page would take all of it.
+        self._whole = size // HUGE * HUGE
         self._base = 0
         extra = HUGE if _CAN_ADVISE else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -53,9 +55,11 @@ class Slab:
         return block.data
 
     def advise(self, start: int, end: int) -> None:
-        """Use huge pages for [start, end), rounded outwards."""
+        """Use huge pages for [start, end), rounded outwards but for the end of the slab."""
         first = self._base + start // HUGE * HUGE
-        last = min(self._base - (-end // HUGE) * HUGE, len(self._map))
+        last = min(self._base - (-end // HUGE) * HUGE, self._base + self._whole)
+        if last <= first:
+            return
         with contextlib.suppress(OSError):  # advice only: without it memory is merely slower
             self._map.madvise(mmap.MADV_HUGEPAGE, first, last - first)
 
@@ -63,9 +67,15 @@ class Slab:
 class SlabPool:
     """Slabs that wait for another message. Taken from by one thread, given back to by any."""
 
-    def __init__(self, keep: int | None = None) -> None:
-        """`keep`: how many may wait, the ones used last; None: any number."""
+    def __init__(self, keep: int | None = None, *, thrifty: bool = False) -> None:
+        """
+        Args:
+            keep: how many may wait, the ones used last; None: any number.
+            thrifty: a fresh slab takes the place of as many bytes that wait, so that all slabs
+                together never take more than those in use at once have taken.
+        """
         self._keep = keep
+        self._thrifty = thrifty
         self._idle: list[Slab] = []
         self._returned: deque[Slab] = deque()
 
@@ -85,6 +95,9 @@ class SlabPool:
             slab = min(fitting, key=lambda candidate: candidate.capacity)
             self._idle.remove(slab)
             return slab, slab.lend(self._returned), True
+        replaced = 0
+        while self._thrifty and self._idle and replaced < size:
+            replaced += self._idle.pop(0).capacity
         slab = Slab(size)
         return slab, slab.lend(self._returned), False
 

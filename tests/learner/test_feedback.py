@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -133,14 +135,42 @@ def test_slices_are_the_whole(dtype: DType, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.Q4])
-def test_without_feedback_the_payload_lies_in_its_delta(dtype: DType) -> None:
-    """No second buffer for a push; the bytes are those of the codec."""
+def test_without_feedback_a_push_takes_its_payload_only(dtype: DType) -> None:
+    """The bytes are those of the codec; the delta's memory is free again, or is the payload."""
     values = torch.randn(LARGE, generator=torch.Generator().manual_seed(4))
     expected = bytes(encode(values, dtype))
     feedback = Feedback(1, dtype, 0.5, enabled=False)
     payload = feedback.encode(0, 1, values)
     assert bytes(payload) == expected
-    assert np.frombuffer(payload, np.uint8).ctypes.data == values.data_ptr()
+    address = np.frombuffer(payload, np.uint8).ctypes.data
+    assert (address == values.data_ptr()) == (dtype is DType.F32)
+    gone = weakref.ref(values)
+    del values
+    assert gone() is None
+    assert bytes(payload) == expected
+
+
+def test_a_difference_becomes_the_payload_of_its_delta() -> None:
+    """What the boundary encodes at once is what a worker would have made of the whole."""
+    generator = torch.Generator().manual_seed(6)
+    values, base = torch.randn(2, LARGE, generator=generator)
+    feedback = Feedback(1, DType.BF16, 0.5, enabled=False)
+    assert feedback.direct
+    payload = feedback.encode_difference(
+        LARGE, zip(values.split(1000), base.split(1000), strict=True)
+    )
+    assert bytes(payload) == bytes(encode(values - base, DType.BF16))
+    assert feedback.norm(payload) == pytest.approx(float((values - base).norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_a_difference_that_bf16_cannot_carry(bad: float) -> None:
+    """L27, W52."""
+    feedback = Feedback(1, DType.BF16, 0.5, enabled=False)
+    values = torch.zeros(LARGE)
+    values[-1] = bad
+    with pytest.raises(NonFiniteValues):
+        feedback.encode_difference(LARGE, [(values, torch.zeros(LARGE))])
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learner.buffers import Buffers
 from learner.errors import LayoutError
-from learner.parameters import Parameters, find_trainables, normalize_name, specs_of
+from learner.parameters import PIECE, Parameters, find_trainables, normalize_name, specs_of
 from learner.partition import partition
 from learner.staging import Host
 
@@ -150,6 +150,24 @@ def test_delta_is_one_f32_subtraction() -> None:
     parameters = mapped(strided_model())
     anchor = torch.randn(parameters.numels[0])
     assert torch.equal(parameters.delta(0, anchor), reference(parameters, 0) - anchor)
+
+
+def test_the_terms_of_a_delta() -> None:
+    """L22; strided tensors are left to `delta`."""
+    torch.manual_seed(0)
+    model = holder(
+        large=torch.randn(3, 1000),
+        brain=torch.randn(1000).bfloat16(),
+        f64=torch.randn(2 * PIECE + 1, dtype=torch.float64),
+        scalar=torch.tensor(0.5),
+    )
+    parameters = mapped(model)
+    anchor = torch.randn(parameters.numels[0])
+    terms = parameters.delta_terms(0, anchor)
+    assert terms is not None
+    assert torch.equal(torch.cat([a - b for a, b in terms]), parameters.delta(0, anchor))
+    strided = mapped(strided_model())
+    assert strided.delta_terms(0, torch.zeros(strided.numels[0])) is None
 
 
 def test_writing_keeps_storage_strides_gradients_and_dtype() -> None:
