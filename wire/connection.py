@@ -56,7 +56,7 @@ class Core(Protocol):
         """Bytes that the peer has announced and that can wait to be read together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Received:
     """A whole message that passed W11, except the finiteness of its tensor.
 
@@ -187,7 +187,7 @@ class Connection:
         self.blocked = False
         self._session = session
         self._chunks = chunks
-        self._readable = READABLE[session.role]
+        self._readable = {int(kind): kind for kind in READABLE[session.role]}
         self._report_bad_budget = report_bad_budget
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._start = 0
@@ -200,6 +200,9 @@ class Connection:
         piece = self._piece
         if piece is not None:
             return piece.view[piece.filled :]
+        if self._start == self._end:  # as a rule: whole frames came
+            self._start = self._end = 0
+            return self._staging
         if self._start:
             rest = bytes(self._staging[self._start : self._end])
             self._staging[: len(rest)] = rest
@@ -261,9 +264,10 @@ class Connection:
 
     def _check_header(self, magic: int, code: int) -> MessageType:
         _check_magic(magic)
-        if code not in self._readable:
+        kind = self._readable.get(code)
+        if kind is None:
             raise ProtocolError(ErrorCode.BAD_TYPE, f"type {code} is not legal here")
-        return MessageType(code)
+        return kind
 
     def _is_bad_budget(self, kind: MessageType, length: int) -> bool:
         return (
@@ -308,7 +312,9 @@ class Connection:
 
     def _staged(self, kind: MessageType, length: int) -> Received:
         at = self._start + FRAME_BYTES
-        payload = memoryview(bytearray(self._staging[at : at + length]))
+        payload = self._staging[at : at + length]
+        if kind in BULK_TYPES:  # its tensor stays, and is nobody else's
+            payload = memoryview(bytearray(payload))
         self._start = at + length
         return self._checked(kind, payload, None)
 

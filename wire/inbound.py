@@ -28,6 +28,8 @@ from wire.messages import (
 from wire.scanning import Scanner
 from wire.stream import Stream
 
+TENSORS = (InitParams, PushFragment, Broadcast, FinalFragment)
+"""Messages that are scanned."""
 MAX_WAITING = 2
 """Tensor messages that may wait for the owner before the group is not read any more (W48)."""
 
@@ -83,13 +85,14 @@ class Inbound:
         self._chunks = Reassembler(session.role, session.inner_limit, pool)
         self._scanner = Scanner(session, executor)
         self._connections: dict[Stream, Connection] = {}
+        self._blocked: set[Connection] = set()
         self._deliveries: deque[_Delivery] = deque()
         self._waiting = 0
 
     @property
     def blocked(self) -> bool:
         """A socket is not read until a message completes (W32)."""
-        return any(connection.blocked for connection in self._connections.values())
+        return bool(self._blocked)
 
     def connection(self) -> Connection:
         """A core for a socket that may join."""
@@ -137,6 +140,10 @@ class Inbound:
         except ProtocolError as error:
             if not self.stopped:
                 self._owner.on_broken(error)
+        if connection.blocked:
+            self._blocked.add(connection)
+        else:
+            self._blocked.discard(connection)
         if connection.blocked or self.paused or self.stopped:
             stream.pause_reading()
 
@@ -150,12 +157,12 @@ class Inbound:
 
     def _handle(self, event: Event, arrived: float) -> None:
         match event:
-            case Progress(piece):
-                self._scanner.progress(piece)
             case Received():
-                if self.blocked:  # a message is complete: memory is free again (W32)
+                if self._blocked:  # a message is complete: memory is free again (W32)
                     self._loop.call_soon(self._resume)
                 self._receive(event, arrived)
+            case Progress(piece):
+                self._scanner.progress(piece)
             case BadBudget():
                 self._owner.on_bad_budget()
                 raise ProtocolError(ErrorCode.BAD_LENGTH, "BUDGET_DONE is not 8 bytes long")
@@ -164,7 +171,7 @@ class Inbound:
         message = event.message
         delivery = _Delivery(message, arrived, ready=True)
         dtype = self._session.tensor_dtype(message)
-        if isinstance(message, InitParams | PushFragment | Broadcast | FinalFragment) and dtype:
+        if dtype is not None and isinstance(message, TENSORS):
             verdict = partial(self._judged, delivery)
             tensor = memoryview(message.tensor)
             delivery.ready = self._scanner.complete(event.source, tensor, dtype, verdict)

@@ -111,6 +111,12 @@ class Session:
     def check(self, message: Message) -> None:
         """Apply W11 to a decoded message, except the finiteness of tensor values."""
         match message:
+            case Heartbeat():
+                self._check_identity("HEARTBEAT", message.learner_id)
+            case PullRequest():
+                self._check_fragment("PULL", message.fragment)
+                if message.attempt < 1:
+                    raise ProtocolError(ErrorCode.ATTEMPT, "PULL has attempt 0")
             case InitParams(fragment, tensor):
                 if self.learner_id != 0:
                     raise ProtocolError(
@@ -127,16 +133,10 @@ class Session:
                         f"PUSH has attempt {message.attempt} and c_steps {message.c_steps}, "
                         "both must be at least 1",
                     )
-            case Heartbeat(learner_id, _):
-                self._check_identity("HEARTBEAT", learner_id)
             case Broadcast(fragment, _, tensor):
                 self._check_tensor("BCAST", fragment, tensor, self.dtype.bulk)
             case FinalFragment(fragment, _, tensor):
                 self._check_tensor("FINAL_FRAGMENT", fragment, tensor, DType.F32)
-            case PullRequest(fragment, _, attempt):
-                self._check_fragment("PULL", fragment)
-                if attempt < 1:
-                    raise ProtocolError(ErrorCode.ATTEMPT, "PULL has attempt 0")
             case FinalManifest(_, versions):
                 if len(versions) != len(self.layout):
                     raise ProtocolError(

@@ -199,17 +199,24 @@ def frame_parts(message: Message) -> tuple[bytes, Buffer]:
     The second part is the message's own buffer, empty for control messages.
     """
     kind, head, body = _payload_parts(message)
-    return frame_header(kind, len(head) + memoryview(body).nbytes) + head, body
+    size = body.nbytes if isinstance(body, memoryview) else len(body)
+    return frame_header(kind, len(head) + size) + head, body
 
 
 def encode_frame(message: Message) -> bytes:
     """A whole frame as one bytes object; for control messages and tests."""
     head, body = frame_parts(message)
-    return head + bytes(body)
+    return head + bytes(body) if body else head
 
 
 def _payload_parts(message: Message) -> tuple[MessageType, bytes, Buffer]:
-    match message:
+    match message:  # the frequent ones first
+        case PullRequest():
+            head = _PULL.pack(message.fragment, message.step, message.attempt)
+            return MessageType.PULL_REQ, head, b""
+        case Heartbeat():
+            head = _HEARTBEAT.pack(message.learner_id, message.local_step)
+            return MessageType.HEARTBEAT, head, b""
         case Hello():
             return MessageType.HELLO, encode_hello(message), b""
         case DataHello(learner, generation, index, version):
@@ -217,16 +224,12 @@ def _payload_parts(message: Message) -> tuple[MessageType, bytes, Buffer]:
             return MessageType.DATA_HELLO, head, b""
         case InitParams(fragment, tensor):
             return MessageType.INIT_PARAMS, _FRAGMENT_ID.pack(fragment), tensor
-        case PullRequest(fragment, step, attempt):
-            return MessageType.PULL_REQ, _PULL.pack(fragment, step, attempt), b""
         case PushFragment():
             return MessageType.PUSH_FRAGMENT, _push_head(message), message.tensor
         case Broadcast(fragment, version, tensor):
             return MessageType.BCAST_FRAGMENT, _VERSIONED.pack(fragment, version), tensor
         case FinalFragment(fragment, version, tensor):
             return MessageType.FINAL_FRAGMENT, _VERSIONED.pack(fragment, version), tensor
-        case Heartbeat(learner, local_step):
-            return MessageType.HEARTBEAT, _HEARTBEAT.pack(learner, local_step), b""
         case Shutdown():
             return MessageType.SHUTDOWN, b"", b""
         case Chunk(msg_id, total, offset, data):

@@ -99,6 +99,11 @@ class Outbox:
         """A control frame waits: no CHUNK may go to stream 0 before it (W45)."""
         return bool(self._control)
 
+    @property
+    def has_bulk(self) -> bool:
+        """A CHUNK waits."""
+        return bool(self._slots or self._begun)
+
     def put_control(self, message: Message, key: Hashable | None = None) -> None:
         """Queue a control message; `key` lets it be withdrawn while it is unsent."""
         frame = encode_frame(message)

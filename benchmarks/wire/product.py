@@ -56,10 +56,14 @@ class Groups:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.sink = Waiter()
+        self.sink = self.make_sink()
         self.groups: list[Group] = []
         self.executor = ThreadPoolExecutor(2)
         self.runner = asyncio.Runner(loop_factory=loop.new_event_loop)
+
+    def make_sink(self) -> Waiter:
+        """Where messages go."""
+        return Waiter()
 
     def transfer(self) -> None:
         """See `End`."""
