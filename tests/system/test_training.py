@@ -94,7 +94,7 @@ def test_learners_carry_on_while_the_syncer_is_killed_and_resumed(training: Trai
     training.signal("syncer", signal.SIGKILL)
     training.wait_for_exit("syncer", code=-signal.SIGKILL)
     for name in names:
-        training.wait_for_line(name, "lost")
+        training.wait_for_line(name, "syncer lost")
     done = len(training.commits())
 
     training.start_syncer("--quorum=2", "--resume", name="syncer-2")
@@ -103,7 +103,7 @@ def test_learners_carry_on_while_the_syncer_is_killed_and_resumed(training: Trai
     training.wait_for_exit("syncer-2", *names)
     assert_contiguous(training)
     for name in names:
-        assert sum("lost" in message for message in training.said(name)) == 1
+        assert sum("syncer lost" in message for message in training.said(name)) == 1
     steps = [commit for commit in training.commits() if commit.step > done]
     assert all(responder.c_steps >= 1 for commit in steps for responder in commit.responders)
 
