@@ -140,6 +140,21 @@ class ScriptedSyncer:
         self.call(lambda group: group.close())
         self.closed.get(timeout=PATIENCE_S)
 
+    def play(self, script: Callable[[], object]) -> threading.Thread:
+        """Run a script on a thread; when it fails the learner is told, and the test ends too."""
+
+        def run() -> None:
+            try:
+                script()
+            except BaseException as error:
+                self.refusal = ProtocolError(ErrorCode.STOPPED, f"the script failed: {error!r}")
+                self.error(self.refusal.sentence)
+                raise
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
     def error(self, text: str) -> None:
         self.call(lambda group: group.close(ProtocolError(ErrorCode.STOPPED, text)))
 

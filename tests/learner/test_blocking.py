@@ -151,8 +151,7 @@ def test_the_loop_waits_only_at_the_boundary() -> None:
             syncer.pushes = [syncer.expect(PushFragment)]
             syncer.broadcast(0, 1, merged)
 
-        thread = threading.Thread(target=script)
-        thread.start()
+        thread = syncer.play(script)
         with learner as sync:
             assert torch.equal(model.weight.detach().view(-1), first)
             for step in (1, 2):
@@ -189,8 +188,7 @@ def test_a_round_that_runs_ahead_waits_for_the_next_boundary() -> None:
                 syncer.pull(0, step + 1)
                 syncer.broadcast(0, step, values(9, step + 1))
 
-        thread = threading.Thread(target=script)
-        thread.start()
+        thread = syncer.play(script)
         with learner as sync:
             sync.step(tokens=1)
             sync.step(tokens=1)

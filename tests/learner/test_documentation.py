@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,7 @@ def test_the_first_loop(tmp_path: Path, monkeypatch: Any) -> None:
             assert syncer.expect(FinalAck).step == 5
             syncer.shutdown()
 
-        talk = threading.Thread(target=script)
-        talk.start()
+        talk = syncer.play(script)
         names = {"model": model, "optimizer": optimizer, "train": train}
         names["data"] = iter(lambda: torch.randn(4, 3), None)
         exec(loop.replace("29400", str(syncer.port)), names)

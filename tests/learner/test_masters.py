@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,8 +143,7 @@ def test_a_run_with_masters(explicit: bool, tmp_path: Path) -> None:
             syncer.expect(FinalAck)
             syncer.shutdown()
 
-        talk = threading.Thread(target=script)
-        talk.start()
+        talk = syncer.play(script)
         masters = (lambda p: optimizer.state[p].get(name)) if explicit else None
         with Learner(net, config, optimizer=optimizer, masters=masters) as sync:
             slots = sync._core.parameters.slots(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,8 +83,7 @@ def test_only_adapters_travel_and_only_they_change(build) -> None:
             pushes.append(syncer.expect(PushFragment))
             syncer.broadcast(0, 1, received + 1)
 
-        thread = threading.Thread(target=script)
-        thread.start()
+        thread = syncer.play(script)
         with Learner(model, config, optimizer=optimizer) as sync:
             model(torch.randn(4, 6)).square().sum().backward()
             optimizer.step()

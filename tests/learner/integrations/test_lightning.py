@@ -153,8 +153,7 @@ def test_the_final_cut_is_in_the_model(tmp_path: Path) -> None:
             syncer.expect(FinalAck)
             syncer.shutdown()
 
-        thread = threading.Thread(target=script)
-        thread.start()
+        thread = syncer.play(script)
         callback, model = YetoCallback(config), Model()
         fit(callback, model)
         thread.join(PATIENCE_S)
@@ -221,8 +220,7 @@ def test_a_nan_names_the_tensor() -> None:
             syncer.expect(InitParams)
             syncer.broadcast(0, 0, values(10, 2))
 
-        thread = threading.Thread(target=script)
-        thread.start()
+        thread = syncer.play(script)
 
         class Pull(pl.Callback):
             def on_train_batch_end(self, *_: Any) -> None:
