@@ -140,11 +140,18 @@ class Group:
     # -- sending -----------------------------------------------------------------------------
 
     def send_control(self, message: Message, key: Hashable | None = None) -> None:
-        """Queue a control message, ahead of all bulk (W45); `key` is for `withdraw_control`."""
+        """Queue a control message, ahead of all bulk (W45); `key` is for `withdraw_control`.
+
+        It goes out at once, and takes along what this turn of the loop has collected before it.
+        """
         if not self.closed:
             self._outbox.put_control(message, key)
             self._write_control()
-            self._pump_soon()
+            control = self._streams.get(0)
+            if control is not None:
+                control.flush()
+            if self._flushers or self._control_flushers:
+                self._pump_soon()
 
     def withdraw_control(self, key: Hashable) -> bool:
         """Drop the unsent control messages with `key`; whether there was one (W45)."""

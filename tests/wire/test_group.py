@@ -508,12 +508,13 @@ def test_flush_waits_for_what_one_turn_collects(run: Run) -> None:
         async with Syncer() as syncer:
             (control,), group, _ = await bare_learner(syncer, hello(0))
             before = group.bytes_out
-            group.send_control(PullRequest(0, 1, 1))
-            assert group.queued_bytes == 29
+            group.send_bulk(0, Broadcast(0, 1, memoryview(tensor(0))))
+            waiting = group.queued_bytes
+            assert waiting > 0
             await group.flush()
             assert group.queued_bytes == 0
-            assert group.bytes_out == before + 29
-            assert (await control.frame())[0] is MessageType.PULL_REQ
+            assert group.bytes_out == before + waiting
+            assert (await control.frame())[0] is MessageType.CHUNK
 
     run(main())
 
