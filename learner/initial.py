@@ -14,7 +14,7 @@ from learner.parameters import Parameters
 from wire.dtypes import DType
 from wire.layout import NamedLayout
 from wire.messages import Hello
-from wire.tensors import NonFiniteValues, decode, encode, load_loops
+from wire.tensors import NonFiniteValues, decode, encode
 
 _BF16_LIMIT = 3.3961775e38
 """Magnitudes from here on round to infinity in bf16 (W52)."""
@@ -73,6 +73,5 @@ def warm_up(parameters: Parameters, dtype: DType) -> None:
     """Compiled loops are loaded on first use, which no step shall pay for."""
     parameters.warm_up()
     feedback.warm_up()
-    load_loops()
     for used in {dtype, dtype.bulk, DType.F32}:
         decode(encode(torch.zeros(1), used), used, 1)

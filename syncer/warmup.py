@@ -14,7 +14,7 @@ from syncer.merge.plan import MergeJob, MergeSettings, Response
 from syncer.svd.scalar import ScalarSvd
 from wire.dtypes import DType
 from wire.layout import MergeMode, numeric_fragment
-from wire.tensors import encode, load_loops
+from wire.tensors import encode
 
 NUMEL = 512
 
@@ -25,7 +25,6 @@ def warm_up(dtype: DType, modes: frozenset[MergeMode], heloco: bool) -> None:
     Gradients point away from the momentum and from each other, so that every branch of the
     correction that is compiled is met; five of them, since four are summed by a loop of their own.
     """
-    load_loops()
     ramp = torch.linspace(-1.0, 1.0, NUMEL)
     for mode in modes - {MergeMode.ISO}:  # iso is torch's own code
         for first in (ramp, -ramp, ramp.flip(0).abs()):

@@ -16,14 +16,13 @@ from wire.connection import tensor_region
 from wire.dtypes import Q4_BLOCK_BYTES, DType
 from wire.errors import ProtocolError
 from wire.limits import Session
-from wire.tensors import check_finite
+from wire.tensors import check_finite, load_loops
 
 INLINE_BYTES = 256 * 1024
 """Tensors up to this size are scanned at once, whole; a thread would take longer."""
 HOT_BYTES = 8 * 1024 * 1024
 """Pieces of larger tensors up to this size are scanned as they land, at most some 200 microseconds
 each: a slice is in the cache of the processor that received it, and longer ones are rare."""
-_WARM_UP_BYTES = 64 * 1024
 
 _UNIT = {DType.F32: 4, DType.BF16: 2, DType.Q4: Q4_BLOCK_BYTES}
 
@@ -38,8 +37,7 @@ class Scanner:
         self._session = session
         self._executor = executor
         self._scans: dict[Partial, _Scan] = {}
-        for dtype in {session.dtype, session.dtype.bulk} - {DType.Q4}:
-            executor.submit(check_finite, bytes(_WARM_UP_BYTES), dtype)  # loads compiled code
+        executor.submit(load_loops)
 
     def progress(self, piece: Slice) -> None:
         """More of a slice of an unfinished message has landed."""
