@@ -8,47 +8,28 @@ lies there too: the memory of a payload that has left takes the next broadcast.
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wire.memory import MAPPED_FROM, Slab, SlabPool
+from wire.memory import MAPPED_FROM
+from wire.sharing import SharedPool
 
 _F32 = 4
 _FRAME = 64
 """Bytes over those of the values, so that the memory takes a message of as many too."""
 
 
-class Pool(SlabPool):
-    """Slabs for any thread; never more than were in use at once."""
-
-    def __init__(self) -> None:
-        super().__init__(thrifty=True)
-        self._lock = threading.Lock()
-
-    def take(self, size: int, *, recycled: bool) -> tuple[Slab, memoryview, bool]:
-        """See `SlabPool`."""
-        with self._lock:
-            return super().take(size, recycled=recycled)
-
-    def age(self, now: float) -> None:
-        """See `SlabPool`."""
-        with self._lock:
-            super().age(now)
-
-
 class Buffers:
     """Flat host vectors. Any thread may take; dropping the last reference gives back.
 
     Attributes:
-        pool: where they come from.
+        pool: where they come from; never more than were in use at once.
     """
 
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.pool = SharedPool(thrifty=True)
 
     def take(self, numel: int) -> Tensor:
         """A f32 vector of shape (numel,) with arbitrary content."""
@@ -58,7 +39,4 @@ class Buffers:
         """`size` bytes with arbitrary content, aligned to 64."""
         if size < MAPPED_FROM:
             return torch.empty(size, dtype=torch.uint8).numpy()
-        slab, block, used = self.pool.take(size + _FRAME, recycled=True)
-        if not used:
-            slab.advise(0, size)
-        return np.frombuffer(block, np.uint8, size)
+        return self.pool.block(size + _FRAME)[:size]

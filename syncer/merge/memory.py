@@ -7,13 +7,13 @@ momentum, when the checkpoint and the broadcasts have let go of them too.
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wire.memory import MAPPED_FROM, SlabPool
+from wire.memory import MAPPED_FROM
+from wire.sharing import SharedPool
 
 KEPT = 4
 """Retired tensors that wait for a merge: those of two rounds at once."""
@@ -25,17 +25,12 @@ class ResultMemory:
     """Uninitialized f32 arrays for parameters and momentum. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._pool = SlabPool(KEPT)
-        self._lock = threading.Lock()
+        self._pool = SharedPool(KEPT)
 
     def take(self, numel: int) -> Floats:
         """An array of shape (numel,); its memory comes back by itself when it is collected."""
         size = 4 * numel
         if size < MAPPED_FROM:
             return np.empty(numel, np.float32)
-        with self._lock:
-            self._pool.age(time.monotonic())
-            slab, view, used = self._pool.take(size, recycled=True)
-        if not used:
-            slab.advise(0, size)
-        return np.frombuffer(view, np.float32, numel)
+        self._pool.age(time.monotonic())
+        return self._pool.block(size).view(np.float32)
