@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncer import commands as c
 from syncer import events as e
@@ -31,8 +31,6 @@ from wire.messages import Hello, PullRequest
 
 if TYPE_CHECKING:
     from wire.accept import Newcomer
-
-T = TypeVar("T")
 
 LONGEST_TIMER = 3600.0
 """Seconds; a deadline further away is looked at again then."""

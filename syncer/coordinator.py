@@ -257,7 +257,9 @@ class Coordinator:
         member = Member(hello.learner_id, hello.generation)
         try:
             admit(hello, self._config, ctx.session, self._gate)
-            snapshot = None if self._resumed is None else self._resumed.snapshot_for(hello)
+            snapshot = None
+            if self._resumed is not None and ctx.model is None:
+                snapshot = self._resumed.snapshot_for(hello)
             if ctx.members.holds(member):
                 raise ProtocolError(  # step 14 of W12
                     ErrorCode.DUPLICATE_GENERATION,
