@@ -22,6 +22,7 @@ from types import FrameType
 
 from benchmarks.demo.programs import Line, Programs
 from benchmarks.report import Report, benchmark_parser
+from benchmarks.task import task_flags
 
 SYNCER = "syncer"
 REFERENCE = "f32"
@@ -130,13 +131,7 @@ def learner_flags(arm: Arm, sizes: Sizes, *, seed: int, learner: int, port: int)
         f"--wire-dtype={arm.dtype}",
         f"--error-feedback={'on' if arm.feedback else 'off'}",
         f"--seed={seed}",
-        f"--fragments={sizes.fragments}",
-        f"--layers={sizes.layers}",
-        f"--width={sizes.width}",
-        f"--heads={sizes.heads}",
-        f"--seq-len={sizes.seq_len}",
-        f"--batch-size={sizes.batch_size}",
-        f"--lr={sizes.lr}",
+        *task_flags(sizes),
         f"--eval-every-steps={10 * sizes.steps}",
     ]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from benchmarks.task import task_flags
 from wire.identity import session_contract_hash
 
 
@@ -220,13 +221,7 @@ def learner_flags(
         f"--seed={seed}",
         f"--run-id={run_id}",
         f"--wire-dtype={arm.dtype}",
-        f"--fragments={sizes.fragments}",
-        f"--layers={sizes.layers}",
-        f"--width={sizes.width}",
-        f"--heads={sizes.heads}",
-        f"--seq-len={sizes.seq_len}",
-        f"--batch-size={sizes.batch_size}",
-        f"--lr={sizes.lr}",
+        *task_flags(sizes),
         f"--eval-every-steps={10 * sizes.steps}",
         f"--output-dir={output_dir}",
         f"--state-dir={state_dir}",

@@ -27,6 +27,7 @@ from benchmarks.demo.picture import draw
 from benchmarks.demo.programs import Programs
 from benchmarks.demo.record import ALONE, LearnerRecord, RunRecord
 from benchmarks.demo.screen import Screen
+from benchmarks.task import task_flags
 from learner.tasks.bytes_lm import ByteGPT, sample
 from syncer.tape import CommitRecord, read_commits
 
@@ -164,15 +165,9 @@ def learner_flags(folder: Path, sizes: Sizes, connect: str, number: int) -> list
     return [
         f"--connect={connect}",
         f"--learner-id={number}",
-        f"--fragments={sizes.fragments}",
+        *task_flags(sizes),
         "--wire-dtype=f32",
         f"--output-dir={folder}",
-        f"--layers={sizes.layers}",
-        f"--width={sizes.width}",
-        f"--heads={sizes.heads}",
-        f"--seq-len={sizes.seq_len}",
-        f"--batch-size={sizes.batch_size}",
-        f"--lr={sizes.lr}",
         f"--eval-every-steps={sizes.eval_every_steps}",
     ]
 
