@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from tests.learner import scripted
 from tests.learner.scripted import ScriptedSyncer, scripted_syncer, values
+from tests.learner.torchrun import reports, two_ranks
 from wire.messages import FinalAck, InitParams, PushFragment
 
 PROGRAM = Path(__file__).with_name("ranks_trainer.py")
-ROOT = Path(__file__).parents[3]
 START_S = 150.0
 NUMEL = 10
 
@@ -29,23 +24,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted, "PATIENCE_S", START_S)
 
 
-@contextmanager
-def trainer(syncer: ScriptedSyncer, kind: str, out: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command += [str(PROGRAM), str(syncer.port), kind, str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment)
-    try:
-        yield
-        assert process.wait(START_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def reports(out: Path) -> list[dict]:
-    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(2)]
+def trainer(syncer: ScriptedSyncer, kind: str, out: Path) -> AbstractContextManager[None]:
+    return two_ranks(PROGRAM, syncer, kind, str(out), seconds=START_S)
 
 
 def need(kind: str) -> None:
