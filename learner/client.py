@@ -209,7 +209,9 @@ class NetworkClient:
     def _adopt(self, link: Link, group: Group, outage_s: float | None) -> None:
         shared = self._shared
         with shared.gate:
+            # With its event: a boundary that sees the connection reports it.
             shared.session.connected(link.generation)
+            shared.advance(LinkUp(link.generation, outage_s))
             init = list(shared.init)
         self._link = link
         for fragment, tensor in enumerate(init):
@@ -219,20 +221,19 @@ class NetworkClient:
         else:
             log.info("connection to the syncer regained after %.1f s", outage_s)
         link.open(group)
-        shared.advance(LinkUp(link.generation, outage_s))
 
     def _part(self, link: Link) -> bool:
         """The group is gone; whether the thread's work is over too."""
         shared = self._shared
         with shared.gate:
             shared.session.disconnected(link.generation, acknowledged=shared.acknowledged)
+            shared.advance(LinkDown(link.reason))
             over = shared.fatal is not None or shared.session.mode is Mode.ENDED
         self._outgoing.drop_pushes()
         if not over:
             log.warning(
                 "connection to the syncer lost (%s); training goes on, redialling", link.reason
             )
-        shared.advance(LinkDown(link.reason))
         return over
 
     # -- dialling -----------------------------------------------------------------------------

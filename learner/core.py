@@ -59,12 +59,12 @@ class Core:
         return self.result
 
     def info(self, applied: tuple[int, ...] = (), pushed: tuple[int, ...] = ()) -> StepInfo:
-        """The answer of a step boundary."""
+        """The answer of a step boundary; what it knows of the network is reported first."""
         with self.shared.gate:
             session = self.shared.session
             self.shared.counters.pending_pulls = session.pending_pulls
             self.shared.counters.stale_steps = session.stale_steps
-            return StepInfo(
+            info = StepInfo(
                 local_step=session.local_step,
                 applied=applied,
                 pushed=pushed,
@@ -73,6 +73,9 @@ class Core:
                 finalizing=session.finalizing,
                 stop=self.result is not None,
             )
+            events = self._take_events()
+        self._emit_all(events)
+        return info
 
     def emit(self, event: Event) -> None:
         """Report now."""
@@ -82,8 +85,15 @@ class Core:
     def emit_pending(self) -> None:
         """Report what the network thread noted."""
         with self.shared.gate:
-            events = list(self.shared.events)
-            self.shared.events.clear()
+            events = self._take_events()
+        self._emit_all(events)
+
+    def _take_events(self) -> list[Event]:
+        events = list(self.shared.events)
+        self.shared.events.clear()
+        return events
+
+    def _emit_all(self, events: list[Event]) -> None:
         for event in events:
             self.emit(event)
 

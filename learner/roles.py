@@ -120,12 +120,12 @@ class Leading:
             return core.info(applied, pushed)
         self._client.boundary()
         core.backup.when_due()
-        core.emit_pending()
+        info = core.info(applied, pushed)
         if core.at_safety_stop and core.config.learner_budget_steps is None:
             raise SafetyStop(
                 f"max_local_steps {core.local_step} reached before the syncer ended the run"
             )
-        return core.info(applied, pushed)
+        return info
 
     def _exchange(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Apply and answer; in blocking mode only every so many steps, and then to the end."""
