@@ -1,8 +1,8 @@
 """Reading checkpoints of any revision, and the sections of a V3 file to write (K1 to K6).
 
 Reading has two parts. `read_structure` walks heads and tail and checks every size against the bytes
-that are there, so nothing is allocated on the word of a damaged file. `load_fragment` and
-`scan_fragment` then read values, hashing what passes: one into tensors, one in constant memory.
+that are there, so nothing is allocated on the word of a damaged file. `scan_fragment` then reads
+values in constant memory, hashing what passes; `checkpoint.loading` reads them into tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpoint.blake2b import DIGEST_BYTES
 from checkpoint.errors import CheckpointRefused, Reason
 from checkpoint.format import (
     FRAGMENT_HEAD,
@@ -40,10 +41,6 @@ READ_LIMIT = 8 << 20
 """Bytes of the largest single read (K6)."""
 PIECE_BYTES = 1 << 20
 """Bytes of values read, hashed and checked at a time, while they are in the processor's cache."""
-DIGEST_BYTES = 16
-"""BLAKE2b digest size of K15."""
-
-_HALVES = ("params", "momentum")
 
 
 class Source(Protocol):
@@ -182,14 +179,6 @@ def check_versions(structure: Structure) -> None:
             )
 
 
-class LoadedFragment(NamedTuple):
-    """A fragment in memory; `non_finite` names the half that has NaN or Inf, else None."""
-
-    state: FragmentState
-    digest: str
-    non_finite: str | None
-
-
 class HalfScan(NamedTuple):
     """Params or momentum: how many values are not finite, and the f64 L2 norm of the others."""
 
@@ -205,25 +194,12 @@ class FragmentScan(NamedTuple):
     momentum: HalfScan
 
 
-def load_fragment(source: Source, head: FragmentHead) -> LoadedFragment:
-    """Read a fragment into new tensors: one storage of 2 x numel f32 for both halves."""
-    values = np.empty(2 * head.numel, "<f4")
-    digest = _blake2b()
-    bad = None
-    for half, piece in _pieces(source, head, digest, values):
-        if bad is None and not representable(torch.from_numpy(piece), DType.F32):
-            bad = _HALVES[half]
-    both = torch.from_numpy(values)
-    state = FragmentState(head.version, both[: head.numel], both[head.numel :])
-    return LoadedFragment(state, digest.hexdigest(), bad)
-
-
 def scan_fragment(source: Source, head: FragmentHead) -> FragmentScan:
     """Hash and measure a fragment in constant memory."""
     digest = _blake2b()
     squares = [0.0, 0.0]
     bad = [0, 0]
-    for half, piece in _pieces(source, head, digest, None):
+    for half, piece in _pieces(source, head, digest):
         values = piece
         if not representable(torch.from_numpy(piece), DType.F32):
             finite = np.isfinite(piece)
@@ -244,19 +220,15 @@ def read_values(
 
 
 def _pieces(
-    source: Source, head: FragmentHead, digest: hashlib.blake2b, into: NDArray[np.float32] | None
+    source: Source, head: FragmentHead, digest: hashlib.blake2b
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Read a fragment piece by piece, into `into` or one scratch piece, hashing all of it."""
+    """Read a fragment into one scratch piece after the other, hashing all of it."""
     digest.update(_read(source, head.offset, FRAGMENT_HEAD.size))
     limit = PIECE_BYTES // 4
-    scratch = np.empty(min(limit, head.numel), "<f4") if into is None else None
-    for half in range(len(_HALVES)):
+    scratch = np.empty(min(limit, head.numel), "<f4")
+    for half in (0, 1):
         for start in range(0, head.numel, limit):
-            count = min(limit, head.numel - start)
-            if scratch is not None:
-                piece = scratch[:count]
-            elif into is not None:
-                piece = into[half * head.numel + start :][:count]
+            piece = scratch[: min(limit, head.numel - start)]
             read_values(source, head, half, start, piece)
             digest.update(piece.view(np.uint8).data)
             yield half, piece

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.codec import (
     FileSource,
-    LoadedFragment,
     Source,
     Structure,
     check_versions,
-    load_fragment,
     read_header,
     read_structure,
     scan_fragment,
@@ -22,14 +19,12 @@ from checkpoint.codec import (
 from checkpoint.errors import CheckpointRefused, Reason
 from checkpoint.files import identity, open_shared
 from checkpoint.format import BACKEND_NAMES, Header, ledger_mapping
+from checkpoint.loading import LoadedFragment, load_all
 from checkpoint.names import Names
 from checkpoint.snapshot import FragmentState, LedgerEntry, Snapshot
 from checkpoint.sums import SumsEntry, damaged_sections, entry_of, read_sums, recorded_step
 from wire.errors import ErrorCode, ProtocolError
 from wire.messages import Hello
-
-LOAD_THREADS = 8
-"""Fragments read at a time when a checkpoint is loaded: some wait for the disk, others hash."""
 
 _NO_DAMAGE = frozenset({Reason.LEGACY_V1, Reason.BACKEND_MISMATCH, Reason.STEP_AFTER_TOTAL})
 """Refusals of files that may be whole; a spare would not help against them."""
@@ -197,7 +192,7 @@ def load_resume_file(names: Names, backend: int, total_steps: int | None) -> Res
             _check_backend(header, backend)
             structure = _resumable_structure(source, header, names)
             check_versions(structure)
-            loaded = _load_all(source, structure)
+            loaded = load_all(source, structure)
             entry = entry_of(source, structure, loaded)
             verified = check_integrity(names, entry)
             check_finite(loaded)
@@ -259,12 +254,6 @@ def check_trailer(structure: Structure) -> None:
             f"layout fingerprint {trailer.fingerprint.hex()[:16]} in the trailer, "
             f"{fingerprint.hex()[:16]} in the header (fingerprint-mismatch inside the file)",
         )
-
-
-def _load_all(source: Source, structure: Structure) -> list[LoadedFragment]:
-    """All fragments, several at a time: reading, hashing and checking release the GIL."""
-    with ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="checkpoint-load") as threads:
-        return list(threads.map(lambda head: load_fragment(source, head), structure.fragments))
 
 
 def check_integrity(names: Names, actual: SumsEntry) -> bool:

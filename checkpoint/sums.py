@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from checkpoint.codec import FragmentScan, LoadedFragment, Source, Structure, digest_range
+from checkpoint.codec import FragmentScan, Source, Structure, digest_range
+from checkpoint.loading import LoadedFragment
 
 FORMAT = "yeto-checkpoint-sums-v1"
 ALGORITHM = "blake2b-128"

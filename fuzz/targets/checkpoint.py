@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 
+from checkpoint.blake2b import LANES
 from checkpoint.codec import (
-    LoadedFragment,
     Source,
     Structure,
     check_versions,
     fragment_buffers,
-    load_fragment,
     read_header,
     read_structure,
     scan_fragment,
 )
 from checkpoint.errors import CheckpointRefused, Reason
 from checkpoint.format import TrailerForm, encode_header, encode_tail, ledger_mapping
+from checkpoint.loading import LoadedFragment, load_group
 from checkpoint.resume import check_finite, check_trailer
 from checkpoint.snapshot import Snapshot
 from checkpoint.sums import damaged_sections, encode_sums, entry_of, parse_sums
@@ -52,15 +52,16 @@ def one_input(data: bytes) -> None:
 
 
 def _load(source: Source, structure: Structure) -> list[LoadedFragment]:
-    loaded = []
-    for head in structure.fragments:
-        fragment = load_fragment(source, head)
+    heads = structure.fragments
+    loaded: list[LoadedFragment] = []
+    for start in range(0, len(heads), LANES):
+        loaded.extend(load_group(source, heads[start : start + LANES]))
+    for head, fragment in zip(heads, loaded, strict=True):
         scan = scan_fragment(source, head)
         assert fragment.digest == scan.digest
         halves = (scan.params, scan.momentum)
         assert (fragment.non_finite is None) == (not any(half.non_finite for half in halves))
         assert all(math.isfinite(half.norm) for half in halves)
-        loaded.append(fragment)
     entry = entry_of(source, structure, loaded)
     assert parse_sums(encode_sums([entry])) == (entry,)
     assert not list(damaged_sections(entry, entry))

@@ -31,17 +31,20 @@ MAY_IMPORT_ROOMS = {
 # room -> the libraries it may import beside the standard library
 MAY_IMPORT_LIBRARIES = {
     "wire": {"numpy", "numba", "torch", "uvloop", "cryptography", "click"},
-    "checkpoint": {"numpy", "torch", "safetensors", "click", "rich"},
+    "checkpoint": {"numpy", "numba", "llvmlite", "torch", "safetensors", "click", "rich"},
     "syncer": {"numpy", "torch", "safetensors", "click", "rich", "uvloop"},
     "learner": {"numpy", "torch", "safetensors", "msgpack", "click", "rich", "uvloop"},
 }
 
-# In wire these libraries are for these modules only.
+# Within a room these libraries are for these modules only.
 ONLY_IN = {
-    "torch": {"wire.tensors"},
-    "numba": {"wire.compiled"},
-    "click": {"wire.cli_support"},
-    "cryptography": {"wire.authority", "wire.tls"},
+    "wire": {
+        "torch": {"wire.tensors"},
+        "numba": {"wire.compiled"},
+        "click": {"wire.cli_support"},
+        "cryptography": {"wire.authority", "wire.tls"},
+    },
+    "checkpoint": {"numba": {"checkpoint.blake2b"}, "llvmlite": {"checkpoint.blake2b"}},
 }
 
 # Optional libraries are for the integration of that name only.
@@ -54,7 +57,7 @@ INTEGRATIONS = {
 COMMAND = ("learner.cli", "learner.options", "learner.progress")
 
 PURE = {
-    "checkpoint": {"errors", "format", "snapshot"},
+    "checkpoint": {"blake2b", "errors", "format", "snapshot"},
     "learner": {
         "errors", "events", "fragments", "hints", "island", "masters", "parameters",
         "partition", "ranks", "session", "staging", "trees",
@@ -137,8 +140,8 @@ def problems_of(name: str) -> Iterator[str]:
                 continue
             if top not in MAY_IMPORT_LIBRARIES[room]:
                 yield f"{where}: not among the libraries of {room}"
-            elif room == "wire" and name not in ONLY_IN.get(top, {name}):
-                yield f"{where}: only {sorted(ONLY_IN[top])} may"
+            elif name not in (allowed := ONLY_IN.get(room, {}).get(top, {name})):
+                yield f"{where}: only {sorted(allowed)} may"
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -19,7 +19,6 @@ from checkpoint.codec import (
     FileSource,
     Structure,
     check_versions,
-    load_fragment,
     read_header,
     read_structure,
     scan_fragment,
@@ -27,6 +26,7 @@ from checkpoint.codec import (
 from checkpoint.errors import CheckpointRefused, Reason
 from checkpoint.files import open_shared
 from checkpoint.format import TrailerForm, ledger_mapping, parse_header, parse_trailer, version_at
+from checkpoint.loading import load_all
 from checkpoint.marker import encode_marker, parse_marker
 from checkpoint.snapshot import FragmentState, LedgerEntry, Snapshot
 from checkpoint.store import CheckpointStore
@@ -44,8 +44,8 @@ def golden(kind: str) -> list[Any]:
 def read(data: bytes) -> Structure:
     source = MemorySource(data)
     structure = read_structure(source, read_header(source))
+    load_all(source, structure)
     for head in structure.fragments:
-        load_fragment(source, head)
         scan_fragment(source, head)
     return structure
 
@@ -312,9 +312,9 @@ def test_k6_non_finite_values_are_found(bad: float, half: int, name: str) -> Non
     fragments[1] = FragmentState(fragments[1].version, *values)
     data = encode(Snapshot(0, b"f" * 32, b"c" * 32, 4, tuple(fragments), {}))
     source = MemorySource(data)
-    heads = read_structure(source, read_header(source)).fragments
-    assert [load_fragment(source, head).non_finite for head in heads] == [None, name, None]
-    scan = scan_fragment(source, heads[1])
+    structure = read_structure(source, read_header(source))
+    assert [item.non_finite for item in load_all(source, structure)] == [None, name, None]
+    scan = scan_fragment(source, structure.fragments[1])
     assert (scan.params.non_finite, scan.momentum.non_finite) == (1 - half, half)
 
 
