@@ -187,7 +187,9 @@ class Connection:
         self.blocked = False
         self._session = session
         self._chunks = chunks
-        self._readable = {int(kind): kind for kind in READABLE[session.role]}
+        self._readable = {
+            int(kind): (kind, *session.payload_limits[kind]) for kind in READABLE[session.role]
+        }
         self._report_bad_budget = report_bad_budget
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._start = 0
@@ -247,10 +249,13 @@ class Connection:
             if self._end - self._start < FRAME_BYTES:
                 return None
             magic, code, length = FRAME_HEADER.unpack_from(self._staging, self._start)
-            kind = self._check_header(magic, code)
-            if self._is_bad_budget(kind, length):
-                return BadBudget()
-            self._session.check_length(kind, length)
+            if magic != MAGIC or code not in self._readable:
+                raise _unreadable(magic, code)
+            kind, least, most = self._readable[code]
+            if not least <= length <= most:
+                if self._is_bad_budget(kind, length):
+                    return BadBudget()
+                self._session.check_length(kind, length)
             if kind is MessageType.CHUNK:
                 if not self._open_slice(length):
                     return None
@@ -261,13 +266,6 @@ class Connection:
                 return None
             else:
                 return self._staged(kind, length)
-
-    def _check_header(self, magic: int, code: int) -> MessageType:
-        _check_magic(magic)
-        kind = self._readable.get(code)
-        if kind is None:
-            raise ProtocolError(ErrorCode.BAD_TYPE, f"type {code} is not legal here")
-        return kind
 
     def _is_bad_budget(self, kind: MessageType, length: int) -> bool:
         return (
@@ -374,3 +372,8 @@ def tensor_region(session: Session, partial: Partial) -> tuple[DType, int] | Non
 def _check_magic(magic: int) -> None:
     if magic != MAGIC:
         raise ProtocolError(ErrorCode.BAD_MAGIC, f"a frame begins with {magic:#x}, not {MAGIC:#x}")
+
+
+def _unreadable(magic: int, code: int) -> ProtocolError:
+    _check_magic(magic)
+    return ProtocolError(ErrorCode.BAD_TYPE, f"type {code} is not legal here")

@@ -145,9 +145,12 @@ class Group:
         It goes out at once, and takes along what this turn of the loop has collected before it.
         """
         if not self.closed:
-            self._outbox.put_control(message, key)
-            self._write_control()
             control = self._streams.get(0)
+            if control is None or control.busy or self._outbox.has_control:
+                self._outbox.put_control(message, key)
+                self._write_control()
+            else:
+                control.put((encode_frame(message),))
             if control is not None:
                 control.flush()
             if self._flushers or self._control_flushers:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from wire.chunks import Reassembler
-from wire.connection import BadBudget, Connection, Event, Progress, Received
+from wire.connection import BadBudget, Connection, Progress, Received
 from wire.errors import ErrorCode, ProtocolError
 from wire.limits import Session
 from wire.memory import SlabPool
@@ -136,13 +136,16 @@ class Inbound:
                 event = connection.next_event()
                 if event is None:
                     break
-                self._handle(event, stream.last_read)
+                if isinstance(event, Received):
+                    self._receive(event, stream.last_read)
+                else:
+                    self._handle(event)
         except ProtocolError as error:
             if not self.stopped:
                 self._owner.on_broken(error)
         if connection.blocked:
             self._blocked.add(connection)
-        else:
+        elif self._blocked:
             self._blocked.discard(connection)
         if connection.blocked or self.paused or self.stopped:
             stream.pause_reading()
@@ -155,12 +158,8 @@ class Inbound:
         if self.stopped and not self._deliveries:
             self._owner.on_quiet()
 
-    def _handle(self, event: Event, arrived: float) -> None:
+    def _handle(self, event: Progress | BadBudget) -> None:
         match event:
-            case Received():
-                if self._blocked:  # a message is complete: memory is free again (W32)
-                    self._loop.call_soon(self._resume)
-                self._receive(event, arrived)
             case Progress(piece):
                 self._scanner.progress(piece)
             case BadBudget():
@@ -168,7 +167,14 @@ class Inbound:
                 raise ProtocolError(ErrorCode.BAD_LENGTH, "BUDGET_DONE is not 8 bytes long")
 
     def _receive(self, event: Received, arrived: float) -> None:
+        if self._blocked:  # a message is complete: memory is free again (W32)
+            self._loop.call_soon(self._resume)
         message = event.message
+        if isinstance(message, Heartbeat):
+            self.heartbeat_seen = True
+        if not (isinstance(message, TENSORS) or self._deliveries):
+            self._owner.on_delivery(message, arrived)
+            return
         delivery = _Delivery(message, arrived, ready=True)
         dtype = self._session.tensor_dtype(message)
         if dtype is not None and isinstance(message, TENSORS):
@@ -177,8 +183,6 @@ class Inbound:
             delivery.ready = self._scanner.complete(event.source, tensor, dtype, verdict)
             if not delivery.ready:
                 self.hold()
-        elif isinstance(message, Heartbeat):
-            self.heartbeat_seen = True
         self._deliveries.append(delivery)
         self.deliver()
 

@@ -205,8 +205,9 @@ def frame_parts(message: Message) -> tuple[bytes, Buffer]:
 
 def encode_frame(message: Message) -> bytes:
     """A whole frame as one bytes object; for control messages and tests."""
-    head, body = frame_parts(message)
-    return head + bytes(body) if body else head
+    kind, head, body = _payload_parts(message)
+    payload = head + bytes(body) if body else head
+    return frame_header(kind, len(payload)) + payload
 
 
 def _payload_parts(message: Message) -> tuple[MessageType, bytes, Buffer]:
