@@ -314,7 +314,9 @@ class Connection:
         if kind in BULK_TYPES:  # its tensor stays, and is nobody else's
             payload = memoryview(bytearray(payload))
         self._start = at + length
-        return self._checked(kind, payload, None)
+        message = decode_payload(kind, payload)
+        self._session.check(message)
+        return Received(message, None)
 
     def _complete(self, partial: Partial) -> Event:
         magic, code, length = FRAME_HEADER.unpack_from(partial.view)
@@ -324,7 +326,9 @@ class Connection:
         if self._is_bad_budget(kind, length):
             return BadBudget()
         self._session.check_length(kind, length)
-        return self._checked(kind, partial.view[FRAME_BYTES:], partial)
+        message = decode_payload(kind, partial.view[FRAME_BYTES:])
+        self._session.check(message)
+        return Received(message, partial)
 
     def _check_inner(self, partial: Partial, magic: int, code: int, length: int) -> None:
         """W31: what a completed message must begin with."""
@@ -337,11 +341,6 @@ class Connection:
         else:
             return
         raise ProtocolError(ErrorCode.CHUNK, f"reassembled message {partial.msg_id} {problem}")
-
-    def _checked(self, kind: MessageType, payload: memoryview, source: Partial | None) -> Received:
-        message = decode_payload(kind, payload)
-        self._session.check(message)
-        return Received(message, source)
 
 
 def tensor_region(session: Session, partial: Partial) -> tuple[DType, int] | None:

@@ -148,11 +148,8 @@ class Group:
             control = self._streams.get(0)
             if control is None or control.busy or self._outbox.has_control:
                 self._outbox.put_control(message, key)
-                self._write_control()
             else:
-                control.put((encode_frame(message),))
-            if control is not None:
-                control.flush()
+                control.send(encode_frame(message))
             if self._flushers or self._control_flushers:
                 self._pump_soon()
 

@@ -193,6 +193,15 @@ class Stream(asyncio.BufferedProtocol):
         if self._pending_bytes >= BATCH_BYTES:
             self.flush()
 
+    def send(self, frame: bytes) -> None:
+        """Send a short frame now, after what `put` left."""
+        if self._pending:
+            self.put((frame,))
+            self.flush()
+        elif not (self.lost or self._transport is None or self._transport.is_closing()):
+            self.bytes_out += len(frame)
+            self._transport.write(frame)
+
     def flush(self) -> None:
         """Send what `put` left."""
         if not self._pending:
