@@ -234,6 +234,8 @@ class Group:
         if index == 0:
             limit_unsent(stream)
         else:
+            if self.session.role is Role.LEARNER:
+                stream.write_direct()  # beside it a training thread needs the interpreter
             self._data.append(index)
             self._data.sort()
         self._inbound.add(stream)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, cast
 
 from wire.connection import Core
+from wire.direct import DirectWriter
 from wire.errors import ProtocolError
 from wire.messages import Buffer
 
@@ -88,6 +89,7 @@ class Stream(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._gatherer: socket.socket | None = None
+        self._direct: DirectWriter | None = None
         self._low_water = 1
         self._reading = True
         self._pending: list[Buffer] = []
@@ -149,6 +151,7 @@ class Stream(asyncio.BufferedProtocol):
         self.lost = True
         self.busy = False
         self._gatherer = None
+        self._close_direct()
         if self._on_lost is not None:
             self._on_lost()
         self._ended(exc)
@@ -172,7 +175,8 @@ class Stream(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or self.lost:
             return 0
-        return self._pending_bytes + transport.get_write_buffer_size()
+        direct = self._direct.unsent if self._direct is not None else 0
+        return self._pending_bytes + transport.get_write_buffer_size() + direct
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -211,7 +215,30 @@ class Stream(asyncio.BufferedProtocol):
         if self.lost or self._transport is None or self._transport.is_closing():
             return
         self.bytes_out += size
-        self._transport.writelines(parts)
+        if self._direct is not None:
+            self._direct.write(parts)
+        else:
+            self._transport.writelines(parts)
+
+    def write_direct(self) -> None:
+        """Write past the transport from now on, where that is possible: for bulk."""
+        transport = self.transport
+        sock = transport.get_extra_info("socket")
+        secret = transport.get_extra_info("ssl_object") is not None
+        if sock is None or secret or self.lost or transport.get_write_buffer_size():
+            return
+        self._direct = DirectWriter(
+            sock.fileno(), self.pause_writing, self.resume_writing, self._write_failed
+        )
+
+    def _write_failed(self, error: OSError) -> None:
+        self.abort()
+        self._ended(error)
+
+    def _close_direct(self) -> None:
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
 
     def stalled_for(self, now: float) -> float:
         """Seconds since queued output last made progress; 0 when nothing is queued (W44)."""
@@ -258,6 +285,7 @@ class Stream(asyncio.BufferedProtocol):
         """Close at once; `on_ended` follows."""
         if self._linger_timer is not None:
             self._linger_timer.cancel()
+        self._close_direct()
         if self._transport is not None:
             self._transport.abort()
 
