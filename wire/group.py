@@ -1,7 +1,7 @@
 """A connection group: one control and S data sockets as one message channel, both roles.
 
-`Inbound` reads the sockets, joins slices and scans tensors; `Outbox` decides what is sent next.
-The group connects them to its sockets and its sink, and decides when it all ends (sections 9, 10).
+`Inbound` reads the sockets, joins slices and scans tensors; `Outbound` writes them. The group
+connects both to its sockets and its sink, and decides when it all ends (sections 9, 10).
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from wire.limits import Session
 from wire.liveness import Timeouts, Watch
 from wire.memory import SlabPool
 from wire.messages import BulkMessage, ErrorMessage, Message, encode_frame
-from wire.outbox import Outbox, SendCounters
+from wire.outbound import Outbound
+from wire.outbox import SendCounters
 from wire.stream import Stream, limit_unsent
 from wire.tls import PeerCertificate
 
 __all__ = ["Group", "GroupSink", "SendCounters", "Timeouts"]
-
-SLICES_PER_TURN = 8
-"""CHUNKs written before the event loop gets a turn."""
 
 
 class GroupSink(Protocol):
@@ -86,17 +84,13 @@ class Group:
         self._inbound = Inbound(
             session, self, executor, self._pool, report_bad_budget=report_bad_budget
         )
-        self._outbox = Outbox(counters or SendCounters())
         self._streams: dict[int, Stream] = {}
         self._arriving: set[Stream] = set()
-        self._data: list[int] = []
+        self._outbound = Outbound(self._streams, counters or SendCounters())
         self._ending = False
-        self._pump_due = False
         self._reason = ""
         self._announced = session.role is Role.SYNCER
         self._reported = False
-        self._flushers: list[asyncio.Future[None]] = []
-        self._control_flushers: list[asyncio.Future[bool]] = []
         self._sockets_closed = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._watch = Watch(timeouts, self._check_liveness)
@@ -111,12 +105,12 @@ class Group:
     @property
     def attached(self) -> int:
         """Data sockets attached now."""
-        return len(self._data)
+        return len(self._outbound.data)
 
     @property
     def queued_bytes(self) -> int:
         """Bytes to send that the kernel does not have yet."""
-        return self._outbox.queued + sum(stream.unsent for stream in self._streams.values())
+        return self._outbound.queued_bytes
 
     @property
     def bytes_in(self) -> int:
@@ -144,18 +138,11 @@ class Group:
 
         It goes out at once, and takes along what this turn of the loop has collected before it.
         """
-        if not self.closed:
-            control = self._streams.get(0)
-            if control is None or control.busy or self._outbox.has_control:
-                self._outbox.put_control(message, key)
-            else:
-                control.send(encode_frame(message))
-            if self._flushers or self._control_flushers:
-                self._pump_soon()
+        self._outbound.send_control(message, key)
 
     def withdraw_control(self, key: Hashable) -> bool:
         """Drop the unsent control messages with `key`; whether there was one (W45)."""
-        return self._outbox.withdraw_control(key)
+        return self._outbound.withdraw_control(key)
 
     def send_bulk(
         self, key: Hashable, message: BulkMessage, on_sent: Callable[[], None] | None = None
@@ -165,34 +152,22 @@ class Group:
         The tensor must not change until it is sent. `on_sent` is called when the last slice has
         gone to its transport; never for a replaced, withdrawn or dropped message.
         """
-        if not self.closed:
-            self._outbox.put_bulk(key, message, on_sent)
-            self._write_bulk()
-            self._pump_soon()
+        self._outbound.send_bulk(key, message, on_sent)
 
     def withdraw_bulk(self, key: Hashable) -> bool:
         """Drop the message with `key` if no slice of it has been sent."""
-        return self._outbox.withdraw_bulk(key)
+        return self._outbound.withdraw_bulk(key)
 
     async def flush(self) -> None:
         """Wait until all queued output is in the kernel, or the group is closed."""
-        while not (self.closed or self._all_sent()):
-            waiter = self._loop.create_future()
-            self._flushers.append(waiter)
-            await waiter
+        await self._outbound.flush()
 
     def control_sent(self) -> asyncio.Future[bool]:
         """Done once all control output queued so far is in the kernel, whatever bulk still waits.
 
         Its result is False when the group closed before that.
         """
-        sent: asyncio.Future[bool] = self._loop.create_future()
-        self._control_flushers.append(sent)
-        if self.closed:
-            self._settle_control(False)
-        else:
-            self._pump()
-        return sent
+        return self._outbound.control_sent()
 
     # -- back-pressure -----------------------------------------------------------------------
 
@@ -236,12 +211,11 @@ class Group:
         else:
             if self.session.role is Role.LEARNER:
                 stream.write_direct()  # beside it a training thread needs the interpreter
-            self._data.append(index)
-            self._data.sort()
+            self._outbound.add_data(index)
         self._inbound.add(stream)
         if stream.lost:
             self._loop.call_soon(self.on_ended, stream, None)
-        self._pump()
+        self._outbound.pump()
 
     def connection(self) -> Connection:
         """A core for a socket of this group."""
@@ -275,7 +249,7 @@ class Group:
 
     def on_drained(self, stream: Stream) -> None:
         """See `StreamOwner`."""
-        self._pump()
+        self._outbound.pump()
 
     def on_ended(self, stream: Stream, error: Exception | None) -> None:
         """A socket is at its end, so the whole group is, once the others are read empty.
@@ -315,73 +289,6 @@ class Group:
             self.fault = error
             self._shut(error.text, error if self.session.role is Role.SYNCER else None)
 
-    # -- outbound ----------------------------------------------------------------------------
-
-    def _pump_soon(self) -> None:
-        """Pump once this turn of the loop is over: what it brings for one socket goes together.
-
-        Unless a socket is behind, the peer sees everything in the order in which it was sent here.
-        """
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Give the transports what they can take."""
-        self._pump_due = False
-        if not self.closed:
-            self._write_control()
-            if self._outbox.has_bulk:
-                self._write_bulk()
-            for stream in self._streams.values():
-                stream.flush()
-            if self._control_flushers:
-                self._settle_if_sent()
-        if self._flushers and self._all_sent():
-            self._wake_flushers()
-
-    def _write_control(self) -> None:
-        control = self._streams.get(0)
-        while control is not None and not control.busy:
-            frame = self._outbox.next_control()
-            if frame is None:
-                return
-            control.put((frame,))
-
-    def _write_bulk(self) -> None:
-        for _ in range(SLICES_PER_TURN):
-            free = [index for index, stream in self._streams.items() if not stream.busy]
-            chunk = self._outbox.next_bulk(self._data, free) if free else None
-            if chunk is None:
-                return
-            stream = self._streams[chunk.stream]
-            stream.put((chunk.head, chunk.body))
-            if chunk.on_sent is not None:
-                stream.flush()
-                chunk.on_sent()
-        self._pump_soon()
-
-    def _all_sent(self) -> bool:
-        waits = self._pump_due or not self._outbox.empty
-        return not (waits or any(stream.busy for stream in self._streams.values()))
-
-    def _wake_flushers(self) -> None:
-        for waiter in self._flushers:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._flushers.clear()
-
-    def _settle_if_sent(self) -> None:
-        control = self._streams.get(0)
-        if control is not None and not (control.busy or self._outbox.has_control):
-            self._settle_control(True)
-
-    def _settle_control(self, sent: bool) -> None:
-        for waiter in self._control_flushers:
-            if not waiter.done():
-                waiter.set_result(sent)
-        self._control_flushers.clear()
-
     # -- the end -----------------------------------------------------------------------------
 
     def _read_out(self, seen: int, quiet: int, deadline: float) -> None:
@@ -400,15 +307,11 @@ class Group:
     def _shut(self, reason: str, error: ProtocolError | None, *, linger: bool = False) -> None:
         if self.closed:
             return
-        if self._pump_due:
-            self._pump()  # what was said before goes out before the end
+        self._outbound.stop()
         self.closed = True
         self._reason = reason
         self._watch.stop()
-        self._outbox = Outbox(SendCounters())
         self._inbound.stop()
-        self._wake_flushers()
-        self._settle_control(False)
         if self._on_gone is not None:
             self._on_gone(self)
         control = self._streams.get(0)
