@@ -105,7 +105,8 @@ def check_configuration(hello: Hello, config: CoordinatorConfig) -> None:
     elif hello.profile != config.profile:
         raise ProtocolError(
             ErrorCode.PROFILE_MISMATCH,
-            _differs("profile", hello.profile.hex(), config.profile.hex(), "the syncer's"),
+            _differs("profile", hello.profile.hex(), config.profile.hex(), "the syncer's")
+            + "; a seal sent to a syncer that has no key reads as a profile too",
         )
     rates = config.outer_lr_by_fragment
     if rates is not None and len(rates) != len(hello.layout):

@@ -18,7 +18,14 @@ from wire.memory import SlabPool
 from wire.messages import DataHello, ErrorMessage, Hello, decode_data_hello, encode_frame
 from wire.quota import Quota, Share
 from wire.stream import Stream
-from wire.tls import CUT_OFF, PeerCertificate, TlsProblem, check_same_peer, looks_like_tls
+from wire.tls import (
+    CUT_OFF,
+    PeerCertificate,
+    TlsProblem,
+    check_identity,
+    check_same_peer,
+    looks_like_tls,
+)
 from wire.tls_stream import TlsDoor, TlsEndpoint
 
 BACKLOG = 1024
@@ -153,6 +160,7 @@ class Newcomer:
             return
         try:
             hello = decode_data_hello(payload, self._acceptor.learners)
+            check_identity(self.certificate, hello.learner_id)
         except ProtocolError as error:
             self.refuse(error)
         else:

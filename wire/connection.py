@@ -168,8 +168,6 @@ def _first_header(header: bytearray) -> tuple[MessageType, int]:
         raise ProtocolError(
             ErrorCode.TOO_LONG, f"HELLO announces {length} bytes, at most {HELLO_LIMIT} are legal"
         )
-    elif length == 0:
-        raise ProtocolError(ErrorCode.BAD_LENGTH, "HELLO is empty")
     return MessageType(kind), length
 
 

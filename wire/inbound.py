@@ -143,11 +143,13 @@ class Inbound:
         except ProtocolError as error:
             if not self.stopped:
                 self._owner.on_broken(error)
+        if self.stopped:
+            return  # an ERROR may linger on this very socket, which then reads to the end (W38)
         if connection.blocked:
             self._blocked.add(connection)
         elif self._blocked:
             self._blocked.discard(connection)
-        if connection.blocked or self.paused or self.stopped:
+        if connection.blocked or self.paused:
             stream.pause_reading()
 
     def deliver(self) -> None:
@@ -198,7 +200,7 @@ class Inbound:
 
     def _check_waiting(self) -> None:
         paused = self._waiting >= MAX_WAITING
-        if paused == self.paused:
+        if paused == self.paused or self.stopped:
             return
         self.paused = paused
         if paused:

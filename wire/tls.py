@@ -215,7 +215,7 @@ def allowed_learner_ids(der: bytes) -> frozenset[int] | None:
 
 
 def check_identity(peer: PeerCertificate | None, learner_id: int) -> None:
-    """HELLO: the certificate, if one was shown, may use this id (S12).
+    """HELLO and DATA_HELLO: the certificate, if one was shown, may use this id (S12).
 
     Raises:
         ProtocolError: `auth`.

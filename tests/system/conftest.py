@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from syncer.warmup import warm_up
 from tests.system.client import Client, Syncer
+from wire.dtypes import DType
+from wire.layout import MergeMode
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_loops() -> None:
+    """Claims about seconds are not about the one time that a machine compiles the merge."""
+    for dtype in DType:
+        for heloco in (False, True):
+            warm_up(dtype, frozenset(MergeMode), heloco)
 
 
 @pytest.fixture

@@ -161,6 +161,7 @@ def test_a_mismatch_names_field_and_both_values(running: Syncer) -> None:
         (frame(1, b"", length=16_777_217), "too-long"),
         (frame(1, b"", length=2**64 - 1), "too-long"),
         (frame(8, bytes(15)), "bad-length"),
+        (frame(1, b""), "bad-length"),
         (frame(8, struct.pack("<HIQH", 3, 1, 5, 0)), "version"),
         (frame(8, struct.pack("<HIQH", 4, 8, 5, 0)), "learner-id"),
         (frame(8, struct.pack("<HIQH", 4, 1, 0, 0)), "generation"),

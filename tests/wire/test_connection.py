@@ -345,7 +345,6 @@ def test_w14_the_first_frame_takes_not_one_byte_more(size: int, seed: int) -> No
 def test_w7_limits_of_the_first_frame() -> None:
     cases = [
         (frame(MessageType.HELLO, b"", length=HELLO_LIMIT + 1), "too-long"),
-        (frame(MessageType.HELLO, b""), "bad-length"),
         (frame(MessageType.DATA_HELLO, b"", length=15), "bad-length"),
         (frame(MessageType.DATA_HELLO, b"", length=17), "bad-length"),
         (frame(MessageType.PUSH_FRAGMENT, bytes(60)), "bad-type"),
@@ -356,6 +355,11 @@ def test_w7_limits_of_the_first_frame() -> None:
         with pytest.raises(ProtocolError) as caught:
             first(raw, random.Random(1))
         assert caught.value.code == code
+
+
+def test_an_empty_hello_is_its_readers_to_refuse() -> None:
+    """S2: with a key by its missing mac, which comes before any other rule."""
+    assert first(frame(MessageType.HELLO, b"")) == (MessageType.HELLO, b"", 0)
 
 
 def test_w6_a_header_alone_takes_no_memory() -> None:

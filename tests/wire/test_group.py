@@ -155,6 +155,32 @@ def test_w38_a_fault_on_any_socket_is_told_on_control_first(run: Run, where: int
     run(main())
 
 
+@pytest.mark.parametrize("payload", [bytes(16), None], ids=["header", "body"])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_w38_what_still_comes_is_discarded_until_eof(
+    run: Run, where: int, payload: bytes | None
+) -> None:
+    """Also on the socket that brought the fault, in its header or in a frame that was read."""
+    fault = frame(MessageType.PULL_REQ, payload) if payload else encode_frame(Heartbeat(1, 1))
+
+    async def main() -> None:
+        async with Syncer(Timeouts(linger=2 * LIMIT)) as syncer:
+            sockets, group, _ = await bare_learner(syncer, hello(2))
+            sockets[where].send(fault)
+            kind, _ = await sockets[0].frame()
+            assert kind is MessageType.ERROR
+            async with asyncio.timeout(LIMIT):
+                for _ in range(16):
+                    sockets[0].send(bytes(1 << 20))
+                    await sockets[0].writer.drain()
+                sockets[0].writer.write_eof()
+                await sockets[0].eof()
+                await sockets[1].eof()
+                await group.wait_closed()
+
+    run(main())
+
+
 def test_w38_the_linger_ends_even_if_the_peer_does_nothing(run: Run) -> None:
     async def main() -> None:
         async with Syncer(QUICK) as syncer:

@@ -90,6 +90,14 @@ def test_mac_is_step_0_of_the_acceptance_order() -> None:
         open_hello([KEY], memoryview(seal(OTHER, body)), 3)
 
 
+def test_an_empty_hello_is_not_sealed() -> None:
+    """S2, W12 step 0: the mac comes before anything else, the length included."""
+    with pytest.raises(ProtocolError, match=r"^auth:"):
+        open_hello([KEY], memoryview(b""), 3)
+    with pytest.raises(ProtocolError, match=r"^bad-length:"):
+        open_hello([], memoryview(b""), 3)
+
+
 @pytest.mark.parametrize("profile", [None, b"p" * 32], ids=["no profile", "profile"])
 def test_syncer_without_key_says_so(profile: bytes | None) -> None:
     """S2: answered as a malformed tail, and the text names the missing key."""

@@ -238,13 +238,14 @@ async def test_a_data_socket_needs_the_certificate_of_its_group(
         context = learner_context(
             LearnerTlsFiles(keys / "ca.pem", keys / "learner-2.pem", keys / "learner-2-key.pem")
         )
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", syncer.port, ssl=context, server_hostname="localhost"
-        )
-        writer.write(encode_frame(DataHello(1, 5, 0)))
-        async with asyncio.timeout(LIMIT):
-            answer = await reader.read()
-        assert answer[13:].startswith(b"auth: ")
+        for generation in (5, 6):  # its own, and one that no group has
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", syncer.port, ssl=context, server_hostname="localhost"
+            )
+            writer.write(encode_frame(DataHello(1, generation, 0)))
+            async with asyncio.timeout(LIMIT):
+                answer = await reader.read()
+            assert answer[13:].startswith(b"auth: ")
         assert victim.takes(1)
         assert not victim.closed
         writer.close()
