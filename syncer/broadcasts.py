@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,11 +26,15 @@ INLINE_NUMEL = 64 * 1024
 
 @dataclass(slots=True)
 class _Encoding:
-    """The newest version of one fragment: its message, or who waits for it."""
+    """The newest version of one fragment: its message, or who waits for it.
+
+    `encoded` becomes `message` when all that was to be encoded before it has gone out (C9).
+    """
 
     version: int
     params: Tensor
     dtype: DType
+    encoded: Broadcast | None = None
     message: Broadcast | None = None
     waiting: list[Link] = field(default_factory=list)
 
@@ -58,6 +63,7 @@ class Broadcasts:
         self._pool = pool
         self._failed = failed
         self._latest: dict[int, _Encoding] = {}
+        self._encoding: deque[_Encoding] = deque()
         self._cut: _Cut | None = None
 
     def send(
@@ -85,12 +91,20 @@ class Broadcasts:
             if error is not None:
                 self._failed(f"fragment {fragment} can't be broadcast: {error}")
                 return
-            entry.message = future.result()
-            for link in entry.waiting:
-                link.broadcast(entry.message)
-            entry.waiting.clear()
+            entry.encoded = future.result()
+            self._release()
 
+        self._encoding.append(entry)
         self._run(entry.params.numel(), job, done)
+
+    def _release(self) -> None:
+        """Send what is encoded, in the order in which it was to be sent."""
+        while self._encoding and (message := self._encoding[0].encoded) is not None:
+            entry = self._encoding.popleft()
+            entry.message = message
+            for link in entry.waiting:
+                link.broadcast(message)
+            entry.waiting.clear()
 
     def send_cut(
         self,
