@@ -101,6 +101,9 @@ def _check_output(path: Path, out: Path, force: bool) -> None:
         raise CheckpointRefused(Reason.OUTPUT, f"{out} exists; --force replaces it")
     if out.is_dir():
         raise CheckpointRefused(Reason.OUTPUT, f"{out} is a directory")
+    if out.exists() and not out.is_file():
+        # The finished file takes over the name: a device would be gone.
+        raise CheckpointRefused(Reason.OUTPUT, f"{out} is no regular file")
 
 
 def collides(path: Path, out: Path) -> bool:

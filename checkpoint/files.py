@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 Buffer = bytes | bytearray | memoryview
+
+log = logging.getLogger(__name__)
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 """What flock answers on a file system without locks."""
@@ -128,6 +131,16 @@ def lstat(path: Path) -> os.stat_result | None:
         return None
 
 
+def open_to_read(path: Path) -> int:
+    """Open a regular file, as a descriptor; raises OSError for anything else, without waiting."""
+    # Opening a pipe would wait for a writer; O_NONBLOCK changes nothing for a regular file.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 @contextlib.contextmanager
 def open_shared(path: Path) -> Iterator[int]:
     """Open a regular file for reading under a shared flock (K14), as a descriptor.
@@ -137,19 +150,22 @@ def open_shared(path: Path) -> Iterator[int]:
     Waits for the lock. Raises OSError.
     """
     while True:
-        # Opening a pipe would wait for a writer; O_NONBLOCK changes nothing for a regular file.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_to_read(path)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            if identity(os.stat(path)) == identity(status):
+            _lock_shared(fd, path)
+            if identity(os.stat(path)) == identity(os.fstat(fd)):
                 yield fd
                 return
         finally:
             os.close(fd)
+
+
+def _lock_shared(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.warning("%s is locked by another process; waiting until it lets go", path)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise

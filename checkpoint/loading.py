@@ -66,7 +66,7 @@ def grouped(sizes: Sequence[int], cores: int) -> list[list[int]]:
         sizes: bytes of each section.
         cores: how many threads can run at a time.
     """
-    width = min(LANES, -(-len(sizes) // cores))
+    width = max(1, min(LANES, -(-len(sizes) // cores)))
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     groups: list[list[int]] = []
     for start in range(0, len(order), width):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.codec import tensor_bytes
-from checkpoint.files import Buffer, FileSystem, write_atomically
+from checkpoint.files import Buffer, FileSystem, open_to_read, write_atomically
 from checkpoint.snapshot import Snapshot
 
 MARKER_LIMIT = 4096
@@ -34,7 +34,7 @@ def parse_marker(data: bytes) -> int | None:
 def read_marker(path: Path) -> int | None:
     """The step that the marker file states, None where it is missing or malformed."""
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:
             return parse_marker(file.read(MARKER_LIMIT + 1))
     except OSError:
         return None

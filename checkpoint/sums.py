@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.codec import FragmentScan, Source, Structure, digest_range
+from checkpoint.files import open_to_read
 from checkpoint.loading import LoadedFragment
 
 FORMAT = "yeto-checkpoint-sums-v1"
@@ -72,7 +73,7 @@ def parse_sums(data: bytes) -> tuple[SumsEntry, ...] | None:
 def read_sums(path: Path) -> tuple[SumsEntry, ...]:
     """The entries of a side file; none when it is missing or unreadable (K15: "unverified")."""
     try:
-        with path.open("rb") as file:
+        with open(open_to_read(path), "rb") as file:
             # The size first: a bounded read would take the memory of its bound.
             if os.fstat(file.fileno()).st_size > MAX_SUMS_BYTES:
                 return ()

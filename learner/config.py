@@ -38,7 +38,8 @@ def parse_address(text: str) -> Address:
     host, colon, digits = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not colon or not host or not digits.isascii() or not digits.isdigit():
+    is_number = digits.isascii() and digits.isdigit()
+    if not colon or not host or set(host) & set("[]") or not is_number:
         raise ConfigError(f"connect {text!r} is not HOST:PORT, [IPv6]:PORT or {BASELINE!r}")
     if not 1 <= int(digits) <= 65535:
         raise ConfigError(f"connect {text!r}: port {digits} is not in 1..65535")

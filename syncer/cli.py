@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -90,8 +91,10 @@ def main(context: click.Context, /, **values: Any) -> None:
         signals.interrupt()
         code = run(options, timeouts)
     except StopBeforeStart:
-        code = 1 if options.mark_final_checkpoint else 0
-        click.echo("stopped by a signal before the start", err=True)
+        # C82, C83: there is no final checkpoint, and no consolidation, to come.
+        promised = options.mark_final_checkpoint or options.learner_budget_steps is not None
+        code = 1 if promised else 0
+        logging.getLogger("yeto.syncer").warning("stopped by a signal before the start")
     _leave(code)
 
 

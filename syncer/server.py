@@ -83,8 +83,9 @@ async def serve(launched: Launched) -> int:
     core = Coordinator(coordinator_config(options), launched.take_resumed(), replays)
     actor = Actor(core, services, workers, loop)
     launched.alarm.connect(actor.fail_from_thread)
+    stops = Stops(actor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, actor.post, StopSignal())
+        loop.add_signal_handler(number, stops.came)
     if protection.tls is not None:
         loop.add_signal_handler(signal.SIGHUP, reload_certificates, protection.tls, workers)
     acceptor = _acceptor(launched, actor, workers)
@@ -95,7 +96,7 @@ async def serve(launched: Launched) -> int:
             with _ready_file(options, host, port, launched.profile):
                 _record_resume(launched, actor)
                 with status_line(actor, options.log_format):
-                    return await _until_finished(actor, acceptor)
+                    return await _until_finished(actor, acceptor, stops)
         finally:
             acceptor.close()
     finally:
@@ -205,7 +206,24 @@ def _record_resume(launched: Launched, actor: Actor) -> None:
         )
 
 
-async def _until_finished(actor: Actor, acceptor: Acceptor) -> int:
+class Stops:
+    """The signals of a run, also those that come when the core has finished.
+
+    Attributes:
+        count: how many have come.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.count = 0
+        self._actor = actor
+
+    def came(self) -> None:
+        """SIGINT or SIGTERM."""
+        self.count += 1
+        self._actor.post(StopSignal())
+
+
+async def _until_finished(actor: Actor, acceptor: Acceptor, stops: Stops) -> int:
     finish = await actor.finished
     acceptor.close()
     await _close_groups(list(actor.links.values()), finish)
@@ -214,6 +232,8 @@ async def _until_finished(actor: Actor, acceptor: Acceptor) -> int:
         await actor.settle()
     except TapeFailed as error:  # its last records (C35)
         code, reason = code or 1, reason or str(error)
+    if not code and stops.count > 1:  # C86: also while the last sockets are being closed
+        code, reason = 1, "a second signal came while the run was ending; all of it is written"
     if code:
         LOGGER.error("%s", reason)
     return code

@@ -212,6 +212,16 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "P"
 
 
+def test_a_file_without_fragments_waits_for_a_hello_like_any_other(tmp_path: Path) -> None:
+    """K16, K18: nothing is wrong with it until a HELLO has fragments."""
+    path = tmp_path / "P"
+    path.write_bytes(encode(Snapshot(0, b"f" * 32, b"c" * 32, 0, (), {})))
+    loaded = CheckpointStore(path).load(0, None)
+    assert loaded.fragments == ()
+    with pytest.raises(ProtocolError, match="fragment"):
+        loaded.gate.check(hello(fingerprint=b"f" * 32, contract=b"c" * 32))
+
+
 def refusal_of(path: Path) -> CheckpointRefused:
     before = {item.name: item.read_bytes() for item in path.parent.iterdir()}
     with pytest.raises(CheckpointRefused) as refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -429,6 +430,25 @@ def test_export_replaces_only_by_force(final: Path, layout: Path) -> None:
     assert out.read_text() == "mine"
     assert run("export", final, out, "--layout", layout, "--force").exit_code == 0
     assert len(tensors(out)[0]) == 4
+
+
+def test_export_never_replaces_what_is_no_file(final: Path, layout: Path) -> None:
+    """Its rename would take a device or a pipe away from everyone else."""
+    out = final.with_name("pipe")
+    os.mkfifo(out)
+    result = run("export", final, out, "--layout", layout, "--force")
+    assert result.exit_code == 1
+    assert "no regular file" in result.stderr
+    assert out.is_fifo()
+
+
+def test_k15_k21_pipes_beside_the_checkpoint_are_not_waited_for(final: Path) -> None:
+    for name in ("P.sums", "P.final"):
+        final.with_name(name).unlink()
+        os.mkfifo(final.with_name(name))
+    assert run("verify", final).exit_code == 3
+    assert run("verify", final, "--require-final").exit_code == 1
+    assert run("inspect", final).exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["P", "P.sums", "P.final", "P.tmp", "P.lock", "layout.json"])

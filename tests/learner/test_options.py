@@ -134,7 +134,8 @@ def test_blocking_mode_goes_on_from_the_merged_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["localhost", "host:", ":29400", "host:0", "host:65536", "host:1x", "[::1]", "None"]
+    "address",
+    ["localhost", "host:", ":29400", "host:0", "host:65536", "host:1x", "[::1]", "[::1:5", "None"],
 )
 def test_a_bad_address_is_refused(address: str) -> None:
     text = refusal("--connect", address)
