@@ -179,6 +179,8 @@ class StateStore:
         self._files = files or FileSystem()
         self._writer = ThreadPoolExecutor(1, "learner-state")
         self._running: Future[None] | None = None
+        self._good: list[int] = []
+        """Steps whose directories this process has read or written, oldest first."""
 
     @property
     def busy(self) -> bool:
@@ -228,6 +230,7 @@ class StateStore:
             log.warning("the saved state %s does not verify: %s", directory, error)
             return None
         self._check_identity(directory, saved.document)
+        self._good = [step]
         return saved
 
     def unreadable(self) -> StateUnreadable:
@@ -274,7 +277,8 @@ class StateStore:
         self._root.mkdir(parents=True, exist_ok=True)
         final = self._root / f"step-{cut.local_step}"
         temporary = self._root / f".step-{cut.local_step}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in self._root.glob(".step-*.tmp"):  # of a process that was killed
+            shutil.rmtree(left)
         temporary.mkdir()
         data = save(cut.tensors)
         document = {
@@ -293,9 +297,19 @@ class StateStore:
             shutil.rmtree(final)
         self._files.rename(temporary, final)
         self._files.sync_directory(self._root)
-        for old in self.steps()[:-KEPT]:
-            shutil.rmtree(self._root / f"step-{old}")
+        self._prune(cut.local_step)
         return final
+
+    def _prune(self, written: int) -> None:
+        """Keep the last two that are known to be good.
+
+        A directory of a later step does not verify on every rank, or training would have started
+        from it; it does not count, and goes when training has passed its step.
+        """
+        self._good = [*(step for step in self._good if step != written), written][-KEPT:]
+        for step in self.steps():
+            if step <= written and step not in self._good:
+                shutil.rmtree(self._root / f"step-{step}")
 
 
 def _anchor_document(anchor: Anchor[Tensor]) -> dict[str, Any]:

@@ -96,6 +96,37 @@ def test_restart_continues_as_if_uninterrupted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_l50_damaged_saves_do_not_crowd_out_the_good_ones(tmp_path: Path) -> None:
+    """L50, L51: later directories that do not verify are none of the two that are kept."""
+    island, store = Island(), StateStore(tmp_path, IDENTITY)
+    for step in (1, 2):
+        island.save(store, step)
+    for step in (5, 9):
+        shutil.copytree(tmp_path / "step-2", tmp_path / f"step-{step}")
+        (tmp_path / f"step-{step}" / TENSORS_FILE).write_bytes(b"torn")
+    store.close()
+    again = StateStore(tmp_path, IDENTITY)
+    found = again.load()
+    assert found is not None
+    assert found.local_step == 2
+    kept = []
+    for step in (3, 4, 6, 9, 10):
+        island.save(again, step)
+        kept.append(again.steps())
+        fresh = StateStore(tmp_path, IDENTITY).load()
+        assert fresh is not None
+        assert fresh.local_step == step
+    assert kept == [[2, 3, 5, 9], [3, 4, 5, 9], [4, 6, 9], [6, 9], [9, 10]]
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".step-7.tmp").mkdir()
+    (tmp_path / ".step-7.tmp" / TENSORS_FILE).write_bytes(b"half")
+    island, store = Island(), StateStore(tmp_path, IDENTITY)
+    island.save(store, 8)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-8"]
+
+
 def test_the_last_two_are_kept(tmp_path: Path) -> None:
     """L50."""
     island, store = Island(), StateStore(tmp_path, IDENTITY)
