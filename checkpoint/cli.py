@@ -23,7 +23,7 @@ from checkpoint.inspection import inspect_file, verify_file
 from checkpoint.names import Names
 from checkpoint.render import render_comparison, render_inspection, render_verification
 from checkpoint.resume import spare_advice
-from wire.cli_support import version_option
+from wire.cli_support import Group, version_option
 from wire.dtypes import DType
 from wire.layout import NamedLayout, StatedFingerprintError
 
@@ -47,7 +47,7 @@ _final_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 @version_option()
 def main() -> None:
     """Look at yeto checkpoints, check them, compare them, export them."""

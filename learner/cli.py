@@ -21,12 +21,12 @@ from learner.options import Options, learner_options, read_options
 from learner.progress import Progress
 from learner.protection import open_transport
 from learner.tasks.base import Task, TaskError, build_task
-from wire.cli_support import setup_logging
+from wire.cli_support import Command, setup_logging
 
 _log = logging.getLogger("learner.cli")
 
 
-@click.command()
+@click.command(cls=Command)
 @learner_options
 def main(**values: Any) -> None:
     """Train as one learner of a run; the syncer at --connect merges what the learners find.
@@ -45,6 +45,11 @@ def main(**values: Any) -> None:
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a folder that was taken away
         _log.error("%s", error)
+        sys.exit(1)
+    except (RuntimeError, ArithmeticError, MemoryError) as error:  # of the task, as a rule
+        _log.debug("where it failed", exc_info=True)
+        what = f"{type(error).__name__}: {error}"
+        _log.error("training failed with %s (--log-level debug says where)", what)
         sys.exit(1)
 
 

@@ -12,7 +12,12 @@ from syncer.saving import SaveJob, Saver
 
 
 class Budget:
-    """Reports, the gate and the leases."""
+    """Reports, the gate and the leases.
+
+    A lease runs for each id that has not reported (C73), and for id 0 until its model is there,
+    which the cutoff needs too (C74): else a run whose first learner reports and dies before INIT
+    would wait for ever.
+    """
 
     def __init__(self, ctx: Context, saver: Saver, steps: int) -> None:
         self._ctx = ctx
@@ -41,6 +46,7 @@ class Budget:
             return False
         self._reports[learner_id] = event.member
         self._renewed.pop(learner_id, None)
+        self.renew(event.member, now)
         missing = self._ctx.config.learners - len(self._reports)
         self._ctx.log("info", f"learner {learner_id} finished its budget, {missing} to go")
         if len(self._reports) > 1:
@@ -49,14 +55,16 @@ class Budget:
         return True
 
     def renew(self, member: Member, now: float) -> None:
-        """A HEARTBEAT, PUSH or HELLO renews the lease of an id that has not reported (C73)."""
-        if member.learner_id not in self._reports:
+        """A HEARTBEAT, PUSH or HELLO renews the lease of an id that has one (C73)."""
+        if self._owes(member.learner_id):
             self._renewed[member.learner_id] = now
             self._renewed.move_to_end(member.learner_id)
 
     def advance(self, now: float) -> None:
         """C74: after the last report, and once there is a model, write the cut and leave."""
         ctx = self._ctx
+        if 0 in self._renewed and not self._owes(0):
+            del self._renewed[0]
         ready = len(self._reports) == ctx.config.learners and ctx.model is not None
         if self._cutting or not ready or ctx.phase is not Phase.CUTOFF:
             return
@@ -84,6 +92,10 @@ class Budget:
 
     # ---- leases
 
+    def _owes(self, learner_id: int) -> bool:
+        """Whether the cutoff waits for something of this id."""
+        return learner_id not in self._reports or (learner_id == 0 and self._ctx.model is None)
+
     def deadline(self) -> float | None:
         """When the oldest lease of an id that has not reported expires (C73)."""
         oldest = self._oldest_lease()
@@ -92,7 +104,8 @@ class Budget:
     def _oldest_lease(self) -> float | None:
         if self._ctx.phase is not Phase.CUTOFF:
             return None
-        if len(self._reports) + len(self._renewed) < self._ctx.config.learners:
+        both = 0 in self._reports and 0 in self._renewed
+        if len(self._reports) + len(self._renewed) - both < self._ctx.config.learners:
             return self._closed_at
         return next(iter(self._renewed.values()), None)
 
@@ -102,14 +115,15 @@ class Budget:
         if due is None or now < due:
             return
         missing = self._first_expired(now)
+        owed = "initial model" if missing in self._reports else "budget report"
         self._ctx.fail(
-            f"learner {missing} gave no sign of life and no budget report for "
+            f"learner {missing} gave no sign of life and no {owed} for "
             f"{self._ctx.config.quorum_timeout:g} s: the benchmark is void"
         )
 
     def _first_expired(self, now: float) -> int:
         for learner_id in range(self._ctx.config.learners):
-            if learner_id in self._reports:
+            if not self._owes(learner_id):
                 continue
             since = self._renewed.get(learner_id, self._closed_at)
             if since + self._ctx.config.quorum_timeout <= now:

@@ -45,7 +45,7 @@ class EarlySignals:
             raise StopBeforeStart
 
 
-class Program(click.Group):
+class Program(cs.Group):
     """Options for a run, and the subcommand `keys`, which is loaded only when it is wanted."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -106,7 +106,7 @@ def launch(options: SyncerOptions, timeouts: WorkerTimeouts) -> Launched:
             resumed = _open_store(store, options, undo)
         except CheckpointRefused as error:
             raise StartRefused(str(error)) from error
-        _check_ready_file(options)
+        _check_outputs(options)
         alarm = PoolAlarm()
         svd, drain_svd = _start_svd(options, timeouts, alarm, undo)
         tape = _open_tape(options)
@@ -208,16 +208,20 @@ def _start_svd(
     return pool, drain
 
 
-def _check_ready_file(options: SyncerOptions) -> None:
-    """It is written last; that it can't be should be known before anything is announced."""
-    if options.ready_file is None:
-        return
-    directory = os.path.dirname(os.path.abspath(options.ready_file))
-    if not os.access(directory, os.W_OK | os.X_OK) or os.path.isdir(options.ready_file):
-        raise StartRefused(
-            f"--ready-file {options.ready_file} can't be written: give a file name in a directory "
-            "that exists and is writable"
-        )
+def _check_outputs(options: SyncerOptions) -> None:
+    """One is written after all else, one at the end of the run: too late to learn that it can't."""
+    for flag, path in (
+        ("--ready-file", options.ready_file),
+        ("--final-state", options.final_state),
+    ):
+        if path is None:
+            continue
+        directory = os.path.dirname(os.path.abspath(path))
+        if not os.access(directory, os.W_OK | os.X_OK) or os.path.isdir(path):
+            raise StartRefused(
+                f"{flag} {path} can't be written: give a file name in a directory that exists and "
+                "is writable"
+            )
 
 
 def _open_tape(options: SyncerOptions) -> TapeWriter | None:

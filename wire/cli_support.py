@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
@@ -379,6 +380,42 @@ def log_event(logger: logging.Logger, level: int, event: str, message: str, **fi
 
 
 # -- the rest ------------------------------------------------------------------------------------
+
+
+class Command(click.Command):
+    """A program that says what is wrong in one line, whatever its command line was (cli.md)."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """See `click.Command`; an output that can't be written is told too, with exit code 1."""
+        run: Callable[..., Any] = super().main
+        if not extra.pop("standalone_mode", True):
+            return run(*args, standalone_mode=False, **extra)
+        try:
+            code = run(*args, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.UsageError as error:
+            if type(error).show is not click.UsageError.show:  # no arguments at all: the help
+                error.show()
+            else:
+                hint = "" if error.ctx is None else f" (see {error.ctx.command_path} --help)"
+                click.echo(f"Error: {one_line(error.format_message())}{hint}", err=True)
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.Abort:
+            click.echo("Aborted!", err=True)
+            sys.exit(1)
+        except OSError as error:
+            click.echo(f"Error: {one_line(str(error))}", err=True)
+            # What is left in the buffer would be tried, and complained of, again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+class Group(Command, click.Group):
+    """A `Command` with subcommands."""
 
 
 def version_option() -> Callable[[F], F]:

@@ -531,7 +531,7 @@ def test_usage_errors_exit_2(
     monkeypatch.chdir(final.parent)
     result = run(*arguments)
     assert result.exit_code == 2
-    assert "Usage" in result.stderr
+    assert "--help" in result.stderr
 
 
 def test_help_and_version() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -115,6 +118,38 @@ def test_a_bad_config_file_is_a_usage_error(tmp_path, text: str, complaint: str)
     result = run("--config", str(file))
     assert result.exit_code == 2
     assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("yeto-syncer", ["--port", "x"]),
+        ("yeto-syncer", ["--learner-budget-steps", "4"]),
+        ("yeto-syncer", ["--final-state", "yeto-state.ckpt"]),
+        ("yeto-learner", []),
+        ("yeto-learner", ["--connect", "[::1:5"]),
+        ("yeto-checkpoint", ["inspect"]),
+        ("yeto-checkpoint", ["nope"]),
+    ],
+)
+def test_a_usage_error_is_one_line(tmp_path, program: str, arguments: list[str]) -> None:
+    """cli.md: the end of section 1; exit 2, and nothing on disk."""
+    command = [Path(sys.executable).with_name(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "--help" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a full device")
+def test_an_output_that_cannot_be_written_is_told_in_one_line() -> None:
+    command = [Path(sys.executable).with_name("yeto-syncer"), "--print-profile"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_missing_config_file_is_a_usage_error(tmp_path) -> None:

@@ -372,7 +372,8 @@ class CoreMachine(RuleBasedStateMachine):
         for step in (self._settle_tasks, self._all_answer, self._all_acknowledge):
             if not self.over:
                 step()
-        if not self.over and driver.phase is Phase.INIT and 0 in watcher.current:
+        waits = driver.phase in (Phase.INIT, Phase.CUTOFF) and driver.core._ctx.model is None
+        if not self.over and waits and 0 in watcher.current:
             self.init()
         elif not self.over and driver.phase in (Phase.RUN, Phase.DRAIN):
             if driver.core._signals == 0:

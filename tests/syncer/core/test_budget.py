@@ -113,6 +113,39 @@ def test_c74_in_init_phase_it_waits_for_the_model() -> None:
     assert not of_type(driver.log, c.SendBroadcast)
 
 
+def test_c74_the_model_is_waited_for_as_long_as_a_lease() -> None:
+    """Learner 0 reports and goes without a model: the others do not wait for ever."""
+    driver = Driver(fragments=2, learners=2, quorum=2, budget_steps=N, quorum_timeout=20.0)
+    driver.join(0)
+    driver.join(1)
+    driver.report(0, N)
+    driver.report(1, N)
+    driver.wait(15)
+    driver.beat(0, 7)
+    driver.leave(0)
+    driver.wait(19)
+    assert not driver.core.finished
+    driver.wait(1)
+    assert driver.finish.code == 1
+    assert "learner 0" in driver.finish.reason
+    assert "initial model" in driver.finish.reason
+    assert not driver.saves
+
+
+def test_c73_the_model_ends_the_lease_of_learner_0() -> None:
+    driver = Driver(fragments=2, learners=2, quorum=2, budget_steps=N, quorum_timeout=20.0)
+    driver.join(0)
+    driver.join(1)
+    driver.report(0, N)
+    driver.init()
+    for _ in range(10):
+        driver.wait(15)
+        driver.beat(1, 7)
+    assert not driver.core.finished
+    driver.report(1, N)
+    assert driver.finish.code == 0
+
+
 @pytest.mark.parametrize("steps", [N - 1, N + 1, 0, None])
 def test_c75_a_wrong_report_ends_the_run(steps: int | None) -> None:
     driver = running()
