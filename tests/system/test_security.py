@@ -253,14 +253,16 @@ def test_a_data_socket_shows_the_certificate_of_its_group(
     """S12: a known generation is not enough to take a data socket."""
     running = syncer(*certificates.syncer_flags())
     honest = first(running, tls=certificates.context(certificates.learner(0)))
-    thief = SafeClient(
-        running.port, 0, tls=certificates.context(certificates.learner(1)), hello=False
-    )
-    thief.send(DataHello(0, honest.generation, 0))
-    assert thief.until_end().startswith("auth: the data socket shows another certificate")
+    for shown, problem in (
+        (certificates.learner(1), "this certificate may not use learner id 0"),
+        (certificates.learner(0, name="another-0"), "the data socket shows another certificate"),
+    ):
+        thief = SafeClient(running.port, 0, tls=certificates.context(shown), hello=False)
+        thief.send(DataHello(0, honest.generation, 0))
+        assert thief.until_end().startswith(f"auth: {problem}")
+        thief.close()
     served(honest)
-    for client in (thief, honest):
-        client.close()
+    honest.close()
 
 
 def test_a_key_closes_a_tls_port_without_client_ca(
