@@ -271,6 +271,8 @@ def _checked(
             raise click.BadParameter(
                 f"{path}: key {key!r} must be {wanted}, not {value!r}", ctx, param
             )
+        if isinstance(option.type, Whole | Real | Commas):  # also if a flag will win over it
+            option.type_cast_value(ctx, value)
         # An option that may be repeated takes one text as well as an array of them.
         single = option.multiple and isinstance(value, str)
         values[option.name] = [value] if single else value

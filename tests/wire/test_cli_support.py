@@ -120,6 +120,16 @@ def test_a_bad_config_file_is_a_usage_error(tmp_path, text: str, complaint: str)
     assert complaint in result.stderr
 
 
+@pytest.mark.parametrize(("text", "flag"), [("quorum = 0", "--quorum"), ("gamma = 2", "--gamma")])
+def test_a_value_that_a_flag_replaces_is_range_checked_too(tmp_path, text: str, flag: str) -> None:
+    """cli.md, Common: every number is, before anything else."""
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    result = run("--config", str(file), "--quorum", "3", "--gamma", "0.1")
+    assert result.exit_code == 2
+    assert flag in result.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
