@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.blake2b import DIGEST_BYTES
+from checkpoint.blake2b import blake2b_128
 from checkpoint.errors import CheckpointRefused, Reason
 from checkpoint.format import (
     FRAGMENT_HEAD,
@@ -196,7 +196,7 @@ class FragmentScan(NamedTuple):
 
 def scan_fragment(source: Source, head: FragmentHead) -> FragmentScan:
     """Hash and measure a fragment in constant memory."""
-    digest = _blake2b()
+    digest = blake2b_128()
     squares = [0.0, 0.0]
     bad = [0, 0]
     for half, piece in _pieces(source, head, digest):
@@ -236,7 +236,7 @@ def _pieces(
 
 def digest_range(source: Source, start: int, end: int) -> str:
     """The K15 digest of bytes `start` to `end`, read in pieces."""
-    digest = _blake2b()
+    digest = blake2b_128()
     scratch = memoryview(bytearray(min(PIECE_BYTES, end - start)))
     for at in range(start, end, PIECE_BYTES):
         piece = scratch[: min(PIECE_BYTES, end - at)]
@@ -247,7 +247,7 @@ def digest_range(source: Source, start: int, end: int) -> str:
 
 def digest_buffers(*buffers: bytes | memoryview) -> str:
     """The K15 digest of buffers one after the other."""
-    digest = _blake2b()
+    digest = blake2b_128()
     for buffer in buffers:
         digest.update(buffer)
     return digest.hexdigest()
@@ -272,7 +272,3 @@ def _read(source: Source, offset: int, size: int) -> bytes:
     data = bytearray(size)
     source.read_into(offset, memoryview(data))
     return bytes(data)
-
-
-def _blake2b() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=DIGEST_BYTES)

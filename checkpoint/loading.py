@@ -7,7 +7,6 @@ and several to a thread where there are not.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from checkpoint.blake2b import DIGEST_BYTES, LANES, SectionDigests, padded_bytes
-from checkpoint.codec import FragmentHead, Source, Structure
+from checkpoint.blake2b import LANES, SectionDigests, blake2b_128, padded_bytes
+from checkpoint.codec import PIECE_BYTES, FragmentHead, Source, Structure
 from checkpoint.format import FRAGMENT_HEAD
 from checkpoint.snapshot import FragmentState
 from wire.dtypes import DType
@@ -25,8 +24,6 @@ from wire.tensors import load_loops, representable
 
 LOAD_THREADS = 8
 """Groups of fragments read at a time: some wait for the disk, others hash."""
-PIECE_BYTES = 1 << 20
-"""Bytes of a section that are read, hashed and checked at a time, while they are in a cache."""
 LANES_FROM_BYTES = 16 << 20
 """Below this, compiled loops are not worth loading."""
 LANES_FROM_FILL = 0.4
@@ -147,7 +144,7 @@ class _OneDigest:
 
     def __init__(self, section: NDArray[np.uint8]) -> None:
         self._section = section
-        self._digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._digest = blake2b_128()
         self._done = 0
 
     def advance(self, end: int) -> None:

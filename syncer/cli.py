@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from syncer.logs import LOGGER
 from syncer.options import resolve, syncer_options, worker_timeouts
 from wire import cli_support as cs
 
@@ -94,7 +94,7 @@ def main(context: click.Context, /, **values: Any) -> None:
         # C82, C83: there is no final checkpoint, and no consolidation, to come.
         promised = options.mark_final_checkpoint or options.learner_budget_steps is not None
         code = 1 if promised else 0
-        logging.getLogger("yeto.syncer").warning("stopped by a signal before the start")
+        LOGGER.warning("stopped by a signal before the start")
     _leave(code)
 
 

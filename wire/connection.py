@@ -312,9 +312,7 @@ class Connection:
         if kind in BULK_TYPES:  # its tensor stays, and is nobody else's
             payload = memoryview(bytearray(payload))
         self._start = at + length
-        message = decode_payload(kind, payload)
-        self._session.check(message)
-        return Received(message, None)
+        return self._checked(kind, payload, None)
 
     def _complete(self, partial: Partial) -> Event:
         magic, code, length = FRAME_HEADER.unpack_from(partial.view)
@@ -324,9 +322,7 @@ class Connection:
         if self._is_bad_budget(kind, length):
             return BadBudget()
         self._session.check_length(kind, length)
-        message = decode_payload(kind, partial.view[FRAME_BYTES:])
-        self._session.check(message)
-        return Received(message, partial)
+        return self._checked(kind, partial.view[FRAME_BYTES:], partial)
 
     def _check_inner(self, partial: Partial, magic: int, code: int, length: int) -> None:
         """W31: what a completed message must begin with."""
@@ -339,6 +335,11 @@ class Connection:
         else:
             return
         raise ProtocolError(ErrorCode.CHUNK, f"reassembled message {partial.msg_id} {problem}")
+
+    def _checked(self, kind: MessageType, payload: memoryview, source: Partial | None) -> Received:
+        message = decode_payload(kind, payload)
+        self._session.check(message)
+        return Received(message, source)
 
 
 def tensor_region(session: Session, partial: Partial) -> tuple[DType, int] | None:

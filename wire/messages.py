@@ -205,9 +205,8 @@ def frame_parts(message: Message) -> tuple[bytes, Buffer]:
 
 def encode_frame(message: Message) -> bytes:
     """A whole frame as one bytes object; for control messages and tests."""
-    kind, head, body = _payload_parts(message)
-    payload = head + bytes(body) if body else head
-    return frame_header(kind, len(payload)) + payload
+    head, body = frame_parts(message)
+    return head + bytes(body) if body else head
 
 
 def _payload_parts(message: Message) -> tuple[MessageType, bytes, Buffer]:

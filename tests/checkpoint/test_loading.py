@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.blake2b import LANES
-from checkpoint.codec import read_header, read_structure, scan_fragment
+from checkpoint.codec import PIECE_BYTES, read_header, read_structure, scan_fragment
 from checkpoint.errors import CheckpointRefused, Reason
-from checkpoint.loading import LANES_FROM_BYTES, PIECE_BYTES, grouped, load_all, load_group
+from checkpoint.loading import LANES_FROM_BYTES, grouped, load_all, load_group
 from checkpoint.snapshot import FragmentState, Snapshot
 from tests.checkpoint.builders import MemorySource, cut, encode
 
